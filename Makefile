@@ -1,0 +1,30 @@
+# make demo | test | test-all | lint. The environment is made in .venv, and again only when requirements change.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all lint env
+env: $(READY)
+
+$(READY): requirements.txt requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# Text -> tokens -> a model trained on two processes -> perplexity -> a page of text -> a Hugging Face directory.
+# Interrupted, `make demo` goes on where it was; `rm -r data/demo ckpt/demo ckpt/demo_hf` starts it over.
+demo: $(READY)
+	PYTHON=$(BIN)/python launch/demo.sh
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .

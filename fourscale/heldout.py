@@ -1,0 +1,154 @@
+"""Held-out loss: sums of token losses over all ranks, divided once by the count of scored tokens.
+
+Used during training (on a wrapped, possibly sharded module) and by eval_ppl.py. Losses are kept per window,
+for a standard error and so that the total doesn't depend on how windows were dealt to ranks or batches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from fourscale.config import InputError
+from fourscale.model import IGNORE
+from fourscale.order import update_rows
+
+if TYPE_CHECKING:
+    from fourscale.parallel import Topology
+    from fourscale.shards import TokenStream
+
+
+@dataclass(frozen=True)
+class Score:
+    """Losses of W scored windows, the same on every rank."""
+
+    window_nats: np.ndarray  # float64 [W]: summed token losses of each window
+    window_tokens: np.ndarray  # int64 [W]: tokens scored in each window
+
+    @property
+    def nats(self) -> float:
+        """Total loss in nats."""
+        return math.fsum(self.window_nats)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens scored."""
+        return int(self.window_tokens.sum())
+
+    @property
+    def loss(self) -> float:
+        """Nats per token: one sum over one count, never a mean of means."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.inf if self.loss > 700 else math.exp(self.loss)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of `loss` in nats, windows taken as the independent units; nan for a single window.
+
+        Linearised variance of a ratio of sums, W/(W-1) sum_i (s_i - loss n_i)^2 / (sum_i n_i)^2 (Cochran 1977,
+        "Sampling Techniques", 6.4): tokens of one window share a context, so they don't count as independent.
+        """
+        w = len(self.window_nats)
+        if w < 2:
+            return math.nan
+        residual = self.window_nats - self.loss * self.window_tokens
+        return math.sqrt(w / (w - 1) * math.fsum(residual**2)) / self.tokens
+
+
+def eval_starts(total: int, ctx: int, max_tokens: int | None = None) -> np.ndarray:
+    """First tokens of the windows to score: int64 [W], ascending.
+
+    A stream of `total` tokens has total - 1 targets. The windows k * ctx cover each of them once, the last one may be
+    partial. Where `max_tokens` is less than that, it's max_tokens // ctx whole windows (at least one), evenly spread
+    and always the same. Raises InputError for a stream without a target.
+    """
+    if total < 2:
+        raise InputError(
+            f"held-out split: {total} tokens, nothing to predict; prepare the data with more held-out text"
+        )
+    n_windows = -(-(total - 1) // ctx)
+    if max_tokens is None or max_tokens >= total - 1:
+        return np.arange(n_windows, dtype=np.int64) * ctx
+    whole = max(1, (total - 1) // ctx)
+    count = min(whole, max(1, max_tokens // ctx))
+    return (2 * np.arange(count, dtype=np.int64) + 1) * whole // (2 * count) * ctx
+
+
+def window_lengths(starts: np.ndarray, total: int, ctx: int) -> np.ndarray:
+    """Targets of each window: int64 like starts, ctx but for a partial last one."""
+    return np.minimum(ctx, total - 1 - starts)
+
+
+def window_batch(stream: TokenStream, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and next-token targets of windows: two int64 [B, length].
+
+    A start of -1 is a padding row. What lies beyond the end of the stream, and padding rows, have IGNORE as target.
+    """
+    ids = np.zeros((len(starts), length + 1), np.int64)
+    held = np.zeros(len(starts), np.int64)  # tokens that each row really holds
+    whole = (starts >= 0) & (starts + length < stream.total)
+    if whole.any():
+        ids[whole], held[whole] = stream.windows(starts[whole], length + 1), length + 1
+    for row in np.flatnonzero((starts >= 0) & ~whole):
+        held[row] = stream.total - starts[row]
+        ids[row, : held[row]] = stream.windows(starts[row : row + 1], int(held[row]))[0]
+    targets = np.where(np.arange(1, length + 1) < held[:, None], ids[:, 1:], IGNORE)
+    return ids[:, :-1], targets
+
+
+def score(
+    model: nn.Module,
+    stream: TokenStream,
+    ctx: int,
+    starts: np.ndarray,
+    local_bsz: int,
+    topology: Topology,
+    progress: bool = False,
+) -> Score:
+    """Score each window of `starts` (from `eval_starts`) once, dealt over the ranks; the same Score on every rank.
+
+    Collective: every rank runs the same number of forwards of the same shape, only through `model(idx, targets)`, so
+    DDP, FSDP and plain modules will do. Training mode is put back afterwards, and no random number is drawn.
+    """
+    rank, world_size, device = topology.rank, topology.world_size, topology.device
+    count = len(starts)
+    length = int(window_lengths(starts, stream.total, ctx).max())  # a split shorter than ctx needs no ctx-wide batch
+    local_bsz = max(1, min(local_bsz, -(-count // world_size)))
+    batches = -(-count // (local_bsz * world_size))
+    rows = update_rows(count, world_size, rank, local_bsz, batches)  # int64 [batches, local_bsz]; >= count is padding
+
+    was_training = model.training
+    model.eval()
+    sums = []
+    try:
+        with torch.no_grad():
+            for batch in tqdm(rows, desc="scoring", unit="batch", disable=not progress or rank != 0, leave=False):
+                at = np.where(batch < count, starts[np.minimum(batch, count - 1)], -1)
+                idx, targets = (torch.from_numpy(x).to(device) for x in window_batch(stream, at, length))
+                with topology.autocast():
+                    sums.append(model(idx, targets))  # fp32 [local_bsz]; stays on the device: no wait per batch
+    finally:
+        model.train(was_training)
+        if hasattr(model, "reshard"):  # FSDP2 leaves the root's parameters gathered after a forward without backward
+            model.reshard()
+
+    own = torch.stack(sums).cpu().double().numpy()  # [batches, local_bsz]
+    window_nats = np.zeros(count)
+    window_nats[rows[rows < count]] = own[rows < count]
+    # Each window has one owner and zeros from the others: the sum over ranks is exact, whatever their number.
+    window_nats = np.asarray(topology.all_sum(window_nats.tolist()), np.float64)
+    return Score(window_nats, window_lengths(starts, stream.total, ctx))
+
+
+def bits_per_byte(nats: float, text_bytes: int) -> float:
+    """Bits per byte of text from a loss in nats, comparable across tokenizers (Gao et al. 2020, arXiv:2101.00027)."""
+    return nats / math.log(2) / text_bytes

@@ -1,0 +1,356 @@
+"""A run's directory: its contract, who may write, how a checkpoint is published, and how a reader finds one.
+
+    run.json  metrics.jsonl  loss.png  tokenizer.json  latest  step_N/{step.json, tensors}  DONE.json | STOPPED.json
+
+A checkpoint is written under a temporary name, hashed, made durable and only then renamed to step_N: a directory of
+that name is complete, whenever the writer died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import filelock
+import torch
+from torch import Tensor
+
+from fourscale import checkpoint
+from fourscale.config import InputError, ModelConfig, RunFailed, TrainConfig, flag, model_from_dict
+from fourscale.model import GPT
+from fourscale.parallel import Topology, host_name
+from fourscale.tokenization import Tokenizer
+from fourscale.tokenization import load as load_saved_tokenizer
+
+FORMAT = 1
+SHARED_WAIT_S = 90  # a new file on NFS can stay unseen by other nodes for a minute
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; InputError where it is missing or isn't one."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror.lower()}") from None
+    except ValueError as e:
+        raise InputError(f"{path}: not valid JSON ({e}); restore it or start in another directory") from None
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: holds no JSON object; restore it or start in another directory")
+    return table
+
+
+def write_json(path: Path, table: dict[str, Any]) -> None:
+    """Replace a JSON file whole: a reader sees the old one or the new one, also after a crash."""
+    replace(path, json.dumps(table, indent=2, sort_keys=False) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a text file atomically and durably."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    checkpoint.fsync(path.parent)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint and the run that it belongs to."""
+
+    dir: Path  # step_N
+    run_dir: Path
+    run: dict[str, Any]  # run.json: model, tokenizer, data, training, config, attempts
+    step: dict[str, Any]  # step.json: update, tokens, samples_seen, applied, skipped, val_loss, files
+    model: ModelConfig
+
+
+def step_dirs(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    found = [p for p in run_dir.glob("step_*") if p.name[5:].isdigit() and (p / "step.json").is_file()]
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`: a step_N directory, or a run directory (its latest). Raises InputError."""
+    if not path.is_dir():
+        raise InputError(f"--ckpt {path}: no such directory; train.py writes one under --ckpt-dir")
+    if (path / "step.json").is_file():
+        directory = path.resolve()
+    elif steps := step_dirs(path):
+        directory = steps[-1].resolve()
+    else:
+        hint = "; a step_N.tmp-* directory is an unfinished save" if ".tmp-" in path.name else ""
+        raise InputError(f"--ckpt {path}: no complete checkpoint (step_N with a step.json) there{hint}")
+    run = read_json(directory.parent / "run.json")
+    if run.get("format") != FORMAT:
+        raise InputError(f"{directory.parent / 'run.json'}: format {run.get('format')}, this version reads {FORMAT}")
+    return Checkpoint(
+        directory, directory.parent, run, read_json(directory / "step.json"), model_from_dict(run["model"])
+    )
+
+
+def load_model(ckpt: Checkpoint, device: torch.device | str = "cpu") -> GPT:
+    """The whole model in this process, in evaluation mode; every file is verified first. Raises InputError."""
+    if fault := checkpoint.damage(ckpt.dir, ckpt.step["files"]):
+        raise InputError(f"{fault}; use another checkpoint")
+    with torch.device("meta"):
+        model = GPT(ckpt.model)
+    model.to_empty(device=device)
+    checkpoint.load(ckpt.dir, checkpoint.model_tensors(model), group=None)
+    return model.eval()
+
+
+def digest(ckpt: Checkpoint) -> str:
+    """sha256 hex over the hashes of a checkpoint's tensor files: equal for bit-equal states of one topology.
+
+    DCP's .metadata is left out, since it names the directory and the hour of the save.
+    """
+    tensors = {name: entry["sha256"] for name, entry in ckpt.step["files"].items() if name != ".metadata"}
+    return hashlib.sha256("".join(f"{name} {tensors[name]}\n" for name in sorted(tensors)).encode()).hexdigest()
+
+
+def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
+    """The tokenizer that the run was trained with. Raises InputError where its file is missing or changed."""
+    return load_saved_tokenizer(ckpt.run_dir, ckpt.run["tokenizer"])
+
+
+# ---- the contract --------------------------------------------------------------------------------------------------
+
+CONTRACT = ("model", "tokenizer", "data", "training")  # tables of run.json that a resume may not change
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Names and values that differ between the contracts of two run.json, as 'lr: was 0.001, now 0.003'."""
+    out = []
+    for table in CONTRACT:
+        for name in sorted(set(old[table]) | set(new[table])):
+            a, b = old[table].get(name), new[table].get(name)
+            if a != b:
+                label = name if table in ("model", "training") else f"{table}.{name}"
+                out.append(f"{label}: was {a}, now {b}")
+    return out
+
+
+def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
+    """The run's own flags, as the defaults of a resume, with what belongs to this launch taken from `flags`.
+
+    grad_accum is left open: it is derived from the run's global batch for the ranks there are.
+    """
+    table = dict(run["config"])
+    known = {f.name for f in dataclasses.fields(TrainConfig)}
+    if unknown := sorted(set(table) - known):
+        raise InputError(f"run.json: config has unknown fields {', '.join(unknown)}; written by a newer version?")
+    for name, value in table.items():
+        if isinstance(getattr(flags, name), Path) and value is not None:
+            table[name] = Path(value)
+    table["model"] = model_from_dict(table["model"])
+    launch = {"grad_accum": None, "stop_after": None, "config": None}
+    return TrainConfig(**(table | launch | {"ckpt_dir": flags.ckpt_dir, "resume": flags.resume}))
+
+
+def as_table(cfg: TrainConfig) -> dict[str, Any]:
+    """A TrainConfig as plain JSON values."""
+    table = dataclasses.asdict(cfg)
+    return {k: str(v) if isinstance(v, Path) else v for k, v in table.items()}
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+class RunDir:
+    """The directory as its one writer, all ranks together, sees it. Public methods are collective."""
+
+    def __init__(self, path: Path, topology: Topology):
+        self.path = path.resolve()
+        self.topology = topology
+        self.attempt = topology.from_main(lambda: secrets.token_hex(4))
+        self._lock: filelock.BaseFileLock | None = None
+        self._published: int | None = None
+        topology.from_main(self._claim)
+        self._check_shared()
+
+    def _claim(self) -> None:
+        """Rank 0: make the directory, become its one writer, and clear what a dead writer left unfinished."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(self.path / ".lock", timeout=0)
+            self._lock.acquire()
+            for leftover in self.path.glob("*.tmp-*"):
+                shutil.rmtree(leftover)
+            replace(self.path / ".attempt", self.attempt)
+        except filelock.Timeout:
+            raise InputError(
+                f"--ckpt-dir {self.path}: another run is writing there; wait for it or choose another"
+            ) from None
+        except OSError as e:
+            raise InputError(f"--ckpt-dir {self.path}: {e.strerror.lower()}; choose a writable directory") from None
+
+    def _check_shared(self) -> None:
+        """Every rank must see what rank 0 wrote, or shards of a checkpoint would end up on different disks."""
+        deadline = time.monotonic() + SHARED_WAIT_S
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.path / ".attempt").read_text(encoding="utf-8") == self.attempt:
+                    break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        seen = (self.path / ".attempt").is_file() and (self.path / ".attempt").read_text() == self.attempt
+        blind = [host for host, ok in self.topology.gather((host_name(), seen)) if not ok]
+        if blind:
+            raise InputError(
+                f"--ckpt-dir {self.path}: {blind[0]} does not see what rank 0 wrote there; "
+                "name a directory that all nodes share"
+            )
+
+    def resume_point(self, resume: str) -> Checkpoint | None:
+        """Where to go on from, None for a fresh run. Raises InputError for a directory that `resume` doesn't fit."""
+
+        def find() -> Path | None:
+            steps = step_dirs(self.path)
+            if not steps:
+                if resume == "must":
+                    raise InputError(
+                        f"--resume must: no complete checkpoint in {self.path}; use --resume auto to start"
+                    )
+                return None
+            if resume == "never":
+                raise InputError(
+                    f"--ckpt-dir {self.path}: holds {steps[-1].name} of an earlier run; "
+                    "add --resume auto to go on from it or choose another directory"
+                )
+            return steps[-1]
+
+        found = self.topology.from_main(find)
+        if found is None:
+            return None
+        ckpt = open_checkpoint(found)
+        files = sorted(ckpt.step["files"])
+        mine = files[self.topology.rank :: self.topology.world_size]
+        faults = [f for f in self.topology.gather(checkpoint.damage(ckpt.dir, ckpt.step["files"], mine)) if f]
+        if faults:
+            older = [p.name for p in step_dirs(self.path)[:-1]]
+            way = f"remove {found.name} to go on from {older[-1]}" if older else "start again in another directory"
+            raise InputError(f"{faults[0]}; {way}")
+        self._published = ckpt.step["update"]
+        return ckpt
+
+    def write_contract(self, run: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+        """Publish run.json; on a fresh run also the tokenizer's file. Earlier receipts of this directory end here."""
+
+        def write() -> None:
+            if tokenizer is not None:
+                tokenizer.save(self.path)
+            write_json(self.path / "run.json", run)
+            (self.path / "STOPPED.json").unlink(missing_ok=True)
+
+        self.topology.from_main(write)
+
+    def publish(
+        self, tensors: dict[str, Tensor], step: dict[str, Any], keep: int | None, keep_every: int | None
+    ) -> bool:
+        """Write step_N so that it exists whole or not at all, move `latest`, then drop what retention allows.
+
+        `step` holds plain scalars, `update` among them; False where that update is the last one published. Raises
+        RunFailed where the disk refuses; older checkpoints stay.
+        """
+        update = step["update"]
+        if update == self._published:
+            return False
+        final, temporary = self.path / f"step_{update}", self.path / f"step_{update}.tmp-{self.attempt}"
+        topology = self.topology
+        fault = None
+        try:
+            topology.from_main(lambda: self._make(temporary))
+            checkpoint.save(temporary, tensors, topology.cpu_group)
+            mine = checkpoint.seal(temporary, topology.rank)
+        except OSError as e:
+            mine, fault = {}, f"step_{update}: could not be written: {e}"
+        parts = topology.gather((mine, fault))
+        faults = [f for _, f in parts if f]
+
+        def commit() -> None:
+            if faults:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise RunFailed(f"{faults[0]}; free the disk and go on with --resume auto from the last checkpoint")
+            files = {name: entry for table, _ in parts for name, entry in sorted(table.items())}
+            try:
+                write_json(temporary / "step.json", step | {"files": files})
+                checkpoint.fsync(temporary)
+                if final.exists():  # left damaged by hand: a complete one would have been resumed from
+                    shutil.rmtree(final)
+                os.rename(temporary, final)
+                checkpoint.fsync(self.path)
+                replace(self.path / "latest", final.name + "\n")
+            except OSError as e:
+                raise RunFailed(f"{final}: {e.strerror}; the older checkpoints are intact") from None
+            self._retain(keep, keep_every)
+
+        topology.from_main(commit)
+        self._published = update
+        return True
+
+    def _make(self, directory: Path) -> None:
+        try:
+            directory.mkdir()
+        except OSError as e:
+            raise RunFailed(f"{directory}: {e.strerror}; the older checkpoints are intact") from None
+
+    def _retain(self, keep: int | None, keep_every: int | None) -> None:
+        """Rank 0: remove all but the newest `keep` checkpoints and the multiples of `keep_every`."""
+        if keep is None:
+            return
+        for old in step_dirs(self.path)[: -max(1, keep)]:
+            if keep_every and int(old.name[5:]) % keep_every == 0:
+                continue
+            doomed = old.with_name(f"{old.name}.tmp-purge")  # never half a checkpoint under its own name
+            os.rename(old, doomed)
+            shutil.rmtree(doomed)
+
+    def receipt(self, name: str, table: dict[str, Any]) -> None:
+        """Write DONE.json or STOPPED.json."""
+        self.topology.from_main(lambda: write_json(self.path / name, table))
+
+
+# ---- being asked to stop -------------------------------------------------------------------------------------------
+
+
+class StopRequest:
+    """Set by SIGTERM, SIGINT or SIGUSR1 on this rank; the loop lets all ranks agree on the update to stop at."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None and number == signal.SIGINT:
+            os._exit(130)  # asked twice by hand: at once
+        self.name = signal.Signals(number).name
+
+
+def refuse_differences(run_dir: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise InputError naming everything that a resume would change about the experiment."""
+    if diff := differences(old, new):
+        names = ", ".join(diff)
+        raise InputError(
+            f"--resume: {run_dir} is another experiment ({names}); leave out the flags that changed "
+            f"or start a new run in another {flag('ckpt_dir')}"
+        )

