@@ -54,12 +54,16 @@ def render(figures: dict[str, Any]) -> str:
     error = "" if f["standard_error"] is None else f" +- {f['standard_error']:.4f} (standard error over windows)"
     bits = "n/a (the data's text size is unknown)" if f["bits_per_byte"] is None else f"{f['bits_per_byte']:.4f}"
     update = f"{f['update']:,}"
+    bar = ""
+    if f["unigram_perplexity"] is not None:
+        times = f["unigram_perplexity"] / f["perplexity"]
+        bar = f" ({times:.1f} times lower than the {f['unigram_perplexity']:.1f} of counting single tokens)"
     return "\n".join(
         (
             f"checkpoint  {f['ckpt']} (update {update})",
             f"data        {f['data']} {f['split']}",
             f"nats/token  {f['nats_per_token']:.4f}{error}",
-            f"perplexity  {f['perplexity']:.4f}",
+            f"perplexity  {f['perplexity']:.4f}{bar}",
             f"bits/byte   {bits}",
             f"tokens      {f['tokens']:,} scored, each once, in {f['windows']:,} windows of {f['ctx']:,}",
             f"computed    {f['dtype']} on {f['world_size']} x {f['device']}",
@@ -76,7 +80,6 @@ def main() -> None:
     from fourscale import heldout, parallel, rundir, shards
 
     topology = parallel.start("ddp", cfg.backend, cfg.device, cfg.dtype)
-    torch.set_float32_matmul_precision("highest")  # a quoted figure is not worth TF32's speed
     say = print if topology.main else (lambda *_, **__: None)
 
     # Rank 0 says which checkpoint is the latest: a run that goes on may publish another while ranks look.
@@ -96,6 +99,7 @@ def main() -> None:
     if not math.isfinite(score.loss):
         raise RunFailed(f"{ckpt.dir}: the held-out loss is {score.loss}; the run diverged, use an earlier step")
 
+    unigram = manifest.get("unigram_nats") if cfg.split == "val" else None
     text_bytes = scored_bytes(stream, rundir.load_tokenizer(ckpt))
     figures = {
         "ckpt": str(ckpt.dir),
@@ -106,6 +110,7 @@ def main() -> None:
         "nats_per_token": score.loss,
         "standard_error": None if math.isnan(score.standard_error) else score.standard_error,
         "perplexity": score.perplexity,
+        "unigram_perplexity": None if unigram is None else math.exp(unigram),
         "bits_per_byte": heldout.bits_per_byte(score.nats, text_bytes) if text_bytes else None,
         "nats": score.nats,
         "tokens": score.tokens,

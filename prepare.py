@@ -19,7 +19,6 @@ import hashlib
 import heapq
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -27,10 +26,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourscale import __version__
-from fourscale.config import InputError, PrepareConfig, RunFailed, door, parse, parse_count
+from fourscale import code_version
+from fourscale.config import InputError, PrepareConfig, RunFailed, door, padded, parse, parse_count
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fourscale.shards import ShardWriter
     from fourscale.sources import Document, Source
     from fourscale.tokenization import Tokenizer
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 UNFINISHED = ".prepare_unfinished"  # directory within --out where everything is made
 HASH_KEY = b"fourscale held-out 1"
 BATCH_BYTES = 4 << 20
-ROOT = Path(__file__).resolve().parent
 
 
 @door
@@ -80,7 +80,7 @@ def main() -> None:
 
             # 4. Text -> ids -> shards.
             writers = {s: ShardWriter(work, s, tokenizer.vocab_size, cfg.shard_tokens) for s in shards.SPLITS}
-            encode(progress(source, "encode", writers), tokenizer, writers, threshold)
+            counts = encode(progress(source, "encode", writers), tokenizer, writers, threshold)
             splits = {split: writer.finish() for split, writer in writers.items()}
             refuse_empty_side(cfg, splits)
 
@@ -90,11 +90,12 @@ def main() -> None:
                 "dtype": writers["train"].dtype.name,
                 "source": source.entry,
                 "license": licence,
-                "tokenizer": entry | {"padded_vocab_size": shards.padded_vocab(tokenizer.vocab_size)},
+                "tokenizer": entry | {"padded_vocab_size": padded(tokenizer.vocab_size)},
                 "normalisation": "none",
                 "deduplication": "none",
                 "eot": "after each document",
                 "split": split_rule(cfg, threshold),
+                "unigram_nats": unigram_nats(counts),
                 "code": code_version(),
                 "command": command,
                 "splits": splits,
@@ -165,20 +166,19 @@ def disk_errors(out: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Make `out` if need be and hold it for this process. Raises InputError where another prepare.py has it."""
+    import filelock
+
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with (out / ".lock").open("w") as f:
+    lock = filelock.FileLock(out / ".lock", timeout=0)
+    with contextlib.suppress(NotImplementedError):  # a file system without locks
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.acquire()
+        except filelock.Timeout:
             raise InputError(f"{out}: another prepare.py is at work here; wait for it or use another --out") from None
-        except OSError:
-            pass  # a file system without locks
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -287,14 +287,32 @@ def batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bytes]]]:
 
 def encode(
     documents: Iterable[Document], tokenizer: Tokenizer, writers: dict[str, ShardWriter], threshold: int
-) -> None:
-    """Write each document's ids and end-of-text to the writer of its side, in the order of the source."""
+) -> dict[str, np.ndarray]:
+    """Write each document's ids and end-of-text to the writer of its side, in the order of the source.
+
+    Returns how often each id occurs on each side, int64 [vocab_size].
+    """
     import numpy as np
 
+    counts = {side: np.zeros(tokenizer.vocab_size, np.int64) for side in writers}
     for batch in batches(documents):
+        written: dict[str, list[np.ndarray]] = {side: [] for side in writers}
         for (_, data), ids in zip(batch, tokenizer.encode_batch([text for text, _ in batch]), strict=True):
             side = "val" if document_hash(data) < threshold else "train"
-            writers[side].add(np.append(ids, np.uint32(tokenizer.eot_id)), len(data))
+            written[side].append(np.append(ids, np.uint32(tokenizer.eot_id)))
+            writers[side].add(written[side][-1], len(data))
+        for side, parts in written.items():
+            if parts:
+                counts[side] += np.bincount(np.concatenate(parts), minlength=tokenizer.vocab_size)
+    return counts
+
+
+def unigram_nats(counts: dict[str, np.ndarray]) -> float:
+    """Held-out nats per token by add-one counts of single tokens on the train side: the first bar for any model."""
+    import numpy as np
+
+    seen = counts["train"] + 1
+    return float(-(counts["val"] * np.log(seen / seen.sum())).sum() / counts["val"].sum())
 
 
 def refuse_empty_side(cfg: PrepareConfig, splits: dict[str, dict[str, Any]]) -> None:
@@ -328,20 +346,6 @@ def progress(source: Source, what: str, writers: dict[str, ShardWriter] | None =
 def note_smaller_vocabulary(spec: str, tokenizer: Tokenizer) -> None:
     if tokenizer.kind == "bpe" and tokenizer.vocab_size < parse_count(spec.partition(":")[2]):
         print(f"note: the text has pairs for {tokenizer.vocab_size} ids only, not for --tokenizer {spec}")
-
-
-def code_version() -> str:
-    """The git commit that made the data (+ with uncommitted changes), or the package's version."""
-    try:
-        git = ["git", "-C", str(ROOT)]
-        top = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], capture_output=True, text=True, check=True)
-        folder, commit = top.stdout.split("\n")[:2]
-        if Path(folder).resolve() != ROOT:  # unpacked within somebody else's repository
-            return __version__
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-        return commit + ("+" if changed.stdout.strip() else "")
-    except (OSError, subprocess.CalledProcessError, ValueError):
-        return __version__
 
 
 def report(

@@ -158,8 +158,7 @@ def train(flags: TrainConfig, topology: Topology) -> None:
 
     def evaluate() -> float:
         with meter.off_the_clock():
-            with topology.autocast():
-                score = heldout.score(model, val, ctx, eval_starts, cfg.local_bsz, topology)
+            score = heldout.score(model, val, ctx, eval_starts, cfg.local_bsz, topology)
             say(f"step {done} | val loss {score.loss:.4f} | val ppl {score.perplexity:.2f}")
         return score.loss
 

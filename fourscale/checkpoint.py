@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,9 @@ def load(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup |
                 f"{directory}: {name} is {found}, the model's is {tuple(t.shape)}; another model's checkpoint"
             )
     try:
-        dcp.load(tensors, storage_reader=SafeReader(directory), process_group=group, no_dist=group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")  # a reader means it so
+            dcp.load(tensors, storage_reader=SafeReader(directory), process_group=group, no_dist=group is None)
     except CheckpointException as e:
         rank, failure = sorted(e.failures.items())[0]
         raise InputError(f"{directory}: can't be read on rank {rank}: {failure[0]}; use an older checkpoint") from None

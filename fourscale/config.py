@@ -182,6 +182,11 @@ def from_toml(cls: type[T], path: Path, default: T) -> T:
         raise InputError(f"--config {path}: {e}") from None
 
 
+def padded(vocab_size: int) -> int:
+    """Rows of an embedding for `vocab_size` ids: the next multiple of 64. The rows beyond the vocabulary are masked."""
+    return -(-vocab_size // 64) * 64
+
+
 # ---- the knobs -----------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +223,8 @@ class ModelConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding: vocab_size rounded up to a multiple of 64."""
-        return -(-self.vocab_size // 64) * 64
+        """Rows of the embedding."""
+        return padded(self.vocab_size)
 
     @property
     def head_dim(self) -> int:
@@ -255,7 +260,7 @@ class PrepareConfig:
     """Text -> tokens -> shards and a manifest. Sources: stdlib, tinystories, fineweb-edu, hub ids, files and globs."""
 
     dataset: str = "stdlib"
-    """stdlib (Python's own sources, no network), tinystories, fineweb-edu, a hub id, or files: 'corpus/*.jsonl'"""
+    """stdlib (no network), tinystories, fineweb-edu, a hub id (owner/name or owner/name:config), files: 'c/*.jsonl'"""
     out: Path = Path("./data")
     """directory for shards and manifest.json"""
     tokenizer: str = "gpt2"

@@ -143,11 +143,7 @@ def start(parallel: str = "ddp", backend: str = "auto", device: str = "auto", dt
         # torchrun gives each rank one thread; the cores are there to be shared out.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-    if where.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        kind = "cpu:gloo,cuda:gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-    else:
-        kind = "gloo"
+    kind = "cpu:gloo,cuda:nccl" if where.type == "cuda" and backend != "gloo" else "gloo"
     if "RANK" in os.environ:
         try:
             dist.init_process_group(kind, timeout=COLLECTIVE_TIMEOUT)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fourscale.config import InputError
+from fourscale.config import InputError, padded
 
 FORMAT = "fourscale-shards"
 VERSION = 1
@@ -36,14 +36,9 @@ MAX_OPEN_FILES = 256  # of the usual limit of 1024 a process
 Split = Literal["train", "val"]
 
 
-def padded_vocab(vocab_size: int) -> int:
-    """Rows of an embedding for `vocab_size` ids: the next multiple of 64."""
-    return -(-vocab_size // 64) * 64
-
-
 def token_dtype(vocab_size: int) -> np.dtype:
     """Little-endian uint16 where the padded vocabulary fits 65,536, else uint32."""
-    return np.dtype("<u2" if padded_vocab(vocab_size) <= 1 << 16 else "<u4")
+    return np.dtype("<u2" if padded(vocab_size) <= 1 << 16 else "<u4")
 
 
 def shard_name(split: Split, index: int) -> str:

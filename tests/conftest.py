@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny models on busy cores: threads that wait for each other cost more than they give
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

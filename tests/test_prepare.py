@@ -1,6 +1,5 @@
 """prepare.py: sources, the split, the directory, and what happens when it's stopped or misused."""
 
-import fcntl
 import io
 import json
 import os
@@ -11,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import filelock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,6 +205,12 @@ def test_the_tokenizer_learns_from_the_training_side(tmp_path, monkeypatch):
     assert len(tokenizer.encode("slept")) < 5
 
 
+def test_a_character_of_the_held_out_side_has_an_id(tmp_path, monkeypatch):
+    odd = next(c for c in map(chr, range(0x4E00, 0x9FFF)) if prepare.document_hash(c.encode()) < 2**57)
+    out = prepared(tmp_path, monkeypatch, "a", [odd, *stories(60)], "--tokenizer", "char")
+    assert odd in split_texts(out, "val")
+
+
 @pytest.mark.parametrize(
     ("texts", "args", "message"),
     (
@@ -338,10 +344,9 @@ def test_shards_of_unknown_origin_are_left_alone(tmp_path, monkeypatch):
 def test_two_at_once_in_one_directory(tmp_path, monkeypatch):
     args = ["--dataset", jsonl(tmp_path / "a.jsonl", stories()), "--tokenizer", "byte", "--out", tmp_path / "data"]
     (tmp_path / "data").mkdir()
-    with (tmp_path / "data" / ".lock").open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match=r"another prepare\.py is at work here"):
-            run(monkeypatch, *args)
+    held = filelock.FileLock(tmp_path / "data" / ".lock")
+    with held, pytest.raises(InputError, match=r"another prepare\.py is at work here"):
+        run(monkeypatch, *args)
     run(monkeypatch, *args)
 
 
@@ -363,3 +368,17 @@ def test_any_terminal_can_show_any_text(monkeypatch):
 def test_defaults_are_those_of_the_docs():
     cfg = PrepareConfig()
     assert (cfg.shard_tokens, cfg.tokenizer, cfg.val_docs, str(cfg.out)) == (100_000_000, "gpt2", None, "data")
+
+
+def test_the_unigram_bar_is_that_of_the_written_tokens(tmp_path, monkeypatch):
+    import numpy as np
+
+    text = "\n\n".join(f"unit {i} " + "some words here and there " * 160 for i in range(40))
+    (tmp_path / "t.txt").write_text(text)
+    flags = ("--tokenizer", "byte", "--val-docs", 5, "--out", tmp_path / "d")
+    run(monkeypatch, "--dataset", tmp_path / "t.txt", *flags)
+    manifest = shards.load_manifest(tmp_path / "d")
+    streams = {s: shards.open_split(tmp_path / "d", s) for s in ("train", "val")}
+    train, val = (np.bincount(s.read(0, s.total), minlength=257) for s in streams.values())
+    share = (train + 1) / (train + 1).sum()
+    assert manifest["unigram_nats"] == pytest.approx(-(val * np.log(share)).sum() / val.sum())

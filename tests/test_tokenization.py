@@ -34,11 +34,12 @@ CL100K = (
 KINDS = ("gpt2", "bpe:400", "byte", "char", "toy", "metaspace.json", "specials_first.json")
 
 
-def toy_encoding():
+def toy_encoding(pattern=CL100K):
     """A tiktoken encoding as OpenAI's later ones are: another pattern, special tokens apart, a hole before them."""
-    learned = json.loads(build("bpe:500", lambda: iter(TEXTS))._data)["model"]["vocab"]
+    texts = [*TEXTS, "1234567 camelCase  \n  \n \n" * 9]
+    learned = json.loads(build("bpe:500", lambda: iter(texts))._data)["model"]["vocab"]
     ranks = {tokenization._spelled_bytes(token): i for token, i in learned.items() if token != EOT}
-    return tiktoken.Encoding("toy", pat_str=CL100K, mergeable_ranks=ranks, special_tokens={EOT: 600, "<|fim|>": 601})
+    return tiktoken.Encoding("toy", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: 600, "<|fim|>": 601})
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,15 @@ def made(tmp_path_factory):
     metaspace.train_from_iterator(TEXTS, trainer)
     spec = json.loads(metaspace.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in ("<unk>", "</s>")]
+    spec["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    spec["padding"] = {
+        "strategy": {"Fixed": 8},
+        "direction": "Right",
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<unk>",
+        "pad_to_multiple_of": None,
+    }  # as files from the hub may say; a corpus is not to be cut
     (folder / "metaspace.json").write_text(json.dumps(spec))
 
     first = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -63,8 +73,6 @@ def made(tmp_path_factory):
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<pad>", EOT], initial_alphabet=alphabet)
     first.train_from_iterator(TEXTS, trainer)
-    first.enable_truncation(4)  # as files from the hub may say; a corpus is not to be cut
-    first.enable_padding(length=8)
     first.save(str(folder / "specials_first.json"))
 
     out = {}
@@ -107,7 +115,7 @@ def test_text_survives_and_ids_are_the_same_everywhere(made, kind):
         assert again.encode(text) == ids
         assert raw.encode(text, add_special_tokens=False).ids == ids
         assert raw.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
-        if kind != "specials_first.json":  # transformers applies the file's truncation, as it should
+        if kind != "metaspace.json":  # transformers applies the file's truncation, as it should
             assert fast.encode(text, add_special_tokens=False) == ids
         assert fast.decode(ids) == tokenizer.decode(ids)
 
@@ -208,6 +216,23 @@ def test_tiktoken_names_keep_their_ids_in_the_file(made):
     raw, _ = elsewhere(saved)
     for text in [*TRICKY, *TEXTS, "1234567", "it'S\n\n  \n x", "a  \n", " \t \n"]:
         assert tokenizer.encode(text) == encoding.encode_ordinary(text) == raw.encode(text).ids
+
+
+def from_toy(monkeypatch, pattern):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: toy_encoding(pattern))
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["toy"])
+    return build("toy", lambda: iter(()))
+
+
+def test_patterns_mean_the_same_in_the_file(monkeypatch, tmp_path):
+    pattern = r"\p{N}{1,3}+|\p{L}+|\s+$|\s|[^\s\p{L}\p{N}]+"  # `}+` and `$` are read differently
+    tokenizer = from_toy(monkeypatch, pattern)
+    tokenizer.save(tmp_path)
+    raw, _ = elsewhere(tmp_path)
+    for text in ("1234567 1234567", "camelCase  \n  \n \nx", "  \n  \n \n", *TEXTS):
+        assert tokenizer.encode(text) == toy_encoding(pattern).encode_ordinary(text) == raw.encode(text).ids
+    with pytest.raises(InputError, match=r"toy: its pattern can't be written as a tokenizer\.json"):
+        from_toy(monkeypatch, r"^\S+|\S|\s")  # `^` begins a line in one engine, the text in the other
 
 
 def test_char_names_an_unknown_character(made):
