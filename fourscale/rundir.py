@@ -336,14 +336,17 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.first = 0.0
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None and number == signal.SIGINT:
-            os._exit(130)  # asked twice by hand: at once
-        self.name = signal.Signals(number).name
+        # One Ctrl-C arrives twice under torchrun, from the terminal and passed on; a second one by hand comes later.
+        if self.name is not None and number == signal.SIGINT and time.monotonic() - self.first > 1:
+            os._exit(130)
+        if self.name is None:
+            self.name, self.first = signal.Signals(number).name, time.monotonic()
 
 
 def refuse_differences(run_dir: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

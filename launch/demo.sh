@@ -11,8 +11,8 @@ step "1. text -> tokens" \
   "$PYTHON" prepare.py --dataset stdlib --tokenizer bpe:4096 --val-fraction 0.05 --out data/demo
 step "2. train on two processes (the same command resumes)" \
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 train.py --data data/demo --ckpt-dir ckpt/demo \
-  --parallel ddp --backend gloo --arch modern --d-model 256 --n-layers 4 --ctx 256 --local-bsz 4 \
-  --steps 550 --lr 3e-3 --warmup 40 --eval-every 110 --eval-tokens 40_000 --ckpt-every 110 --keep 2 --resume auto
+  --parallel ddp --backend gloo --arch modern --d-model 256 --n-layers 4 --ctx 256 --local-bsz 4 --optimizer muon \
+  --steps 360 --lr 7e-3 --warmup 20 --eval-every 90 --eval-tokens 40_000 --ckpt-every 90 --keep 2 --resume auto
 step "3. score the held-out text" \
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py --data data/demo --ckpt ckpt/demo
 step "4. a page of its text" \

@@ -44,6 +44,10 @@ def files(run_dir: Path, update: int) -> dict:
     return {name: entry["sha256"] for name, entry in table.items() if name != ".metadata"}
 
 
+def children_of(process: subprocess.Popen) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
 @pytest.fixture(scope="module")
 def resumable(data, tmp_path_factory):
     """A run on 2 FSDP ranks, stopped by --stop-after 7 of 20; copied by those who go on."""
@@ -162,7 +166,7 @@ def test_killed_torchrun_leaves_no_trainer_and_nothing_to_clean_up(trained, data
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not step_dirs(out):
         time.sleep(0.02)
-    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    children = children_of(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 5
@@ -178,15 +182,27 @@ def test_killed_torchrun_leaves_no_trainer_and_nothing_to_clean_up(trained, data
     assert [r["update"] for r in rows(out)] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_stop_saves_and_says_so(data, tmp_path, number):
+@pytest.mark.parametrize(
+    "number,whom", [(signal.SIGTERM, "torchrun"), (signal.SIGINT, "all"), (signal.SIGUSR1, "rank")]
+)
+def test_a_polite_stop_saves_and_says_so(data, tmp_path, number, whom):
     out = tmp_path / "ckpt"
     line = command("train.py", "--data", data, "--ckpt-dir", out, *SMALL, "--tokens", 10**9, "--eval-every", 0, nproc=2)
-    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        line,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
     for text in process.stdout:
         if text.startswith("step 5 "):
             break
-    process.send_signal(number)
+    if whom == "all":  # as Ctrl-C in a terminal does: torchrun passes it on, so that each rank gets it twice
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if whom == "torchrun" else children_of(process)[1], number)
     rest = process.stdout.read()
     process.wait(timeout=60)
     stopped = json.loads((out / "STOPPED.json").read_text())
