@@ -7,6 +7,7 @@ for a standard error and so that the total doesn't depend on how windows were de
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,9 @@ def score(
     sums = []
     try:
         with torch.no_grad():
-            for batch in tqdm(rows, desc="scoring", unit="batch", disable=not progress or rank != 0, leave=False):
+            pause = 0.2 if sys.stderr.isatty() else 10  # a log file wants few lines
+            quiet = not progress or rank != 0
+            for batch in tqdm(rows, "scoring", unit="batch", disable=quiet, leave=False, mininterval=pause, delay=1):
                 at = np.where(batch < count, starts[np.minimum(batch, count - 1)], -1)
                 idx, targets = (torch.from_numpy(x).to(device) for x in window_batch(stream, at, length))
                 with topology.autocast():

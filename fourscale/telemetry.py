@@ -160,11 +160,10 @@ def plot_loss(run_dir: Path) -> None:
     if not rows:
         return
     x, loss = [r["update"] for r in rows], [r["loss"] for r in rows]
-    smooth, weight, mean = [], 0.0, 0.0
-    beta = 1 - 1 / max(1, min(50, len(rows) // 20))
-    for value in loss:
-        mean, weight = beta * mean + (1 - beta) * value, beta * weight + (1 - beta)
-        smooth.append(mean / weight)
+    smooth = []
+    for i, value in enumerate(loss):  # over a window that grows with the run, so that the steep start isn't smeared
+        share = 1 / min(50, 1 + i / 8)
+        smooth.append(value if not smooth else smooth[-1] + share * (value - smooth[-1]))
     figure = Figure(figsize=(8, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     top.plot(x, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")

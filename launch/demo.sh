@@ -16,7 +16,7 @@ step "2. train on two processes (the same command resumes)" \
 step "3. score the held-out text" \
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py --data data/demo --ckpt ckpt/demo
 step "4. a page of its text" \
-  "$PYTHON" sample.py --ckpt ckpt/demo --prompt $'def main():\n' --max-new-tokens 300 --temperature 0.7 --top-k 50
+  "$PYTHON" sample.py --ckpt ckpt/demo --prompt $'class Reader:\n    def __init__(self, name):\n' --max-new-tokens 400
 if [ -e ckpt/demo_hf ]; then
   printf '\nckpt/demo_hf is there already\n'
 else
