@@ -37,10 +37,8 @@ def main() -> None:
     topology = parallel.start(flags.parallel, flags.backend, flags.device, flags.dtype)
     try:
         train(flags, topology)
-    except RuntimeError as e:
-        if not parallel.is_lost_peer(e):
-            raise
-        raise parallel.lost_peer(topology, e) from None
+    except (RuntimeError, OSError) as e:
+        raise parallel.explained(topology, e) from None
     parallel.stop(topology)
 
 
@@ -98,9 +96,11 @@ def train(flags: TrainConfig, topology: Topology) -> None:
     }
     if ckpt is not None:
         rundir.refuse_differences(run_dir.path, ckpt.run, run)
-        if cfg.model.dropout > 0 and world != ckpt.run["attempts"][-1]["world_size"]:
+        before = ckpt.run["attempts"][-1]
+        if cfg.model.dropout > 0 and any(before[k] != attempt[k] for k in ("world_size", "local_bsz")):
             raise InputError(
-                "--dropout: masks belong to the ranks; resume on as many as before or train without dropout"
+                f"--dropout {cfg.model.dropout}: masks belong to ranks and micro-batches; resume as before, on "
+                f"{before['world_size']} ranks with --local-bsz {before['local_bsz']}"
             )
     run_dir.write_contract(run, None if ckpt else tokenizer)
     size, empty = budget.count_parameters(cfg.model), world * cfg.local_bsz * cfg.grad_accum - cfg.global_bsz
@@ -178,11 +178,7 @@ def train(flags: TrainConfig, topology: Topology) -> None:
     meter.restart_clock()
     while done < stop_at:
         waited = time.monotonic()
-        try:
-            inputs, targets, count = upcoming.result()
-        except InputError as e:
-            e.all_ranks = True  # it is this rank's shard: rank 0 may know nothing of it
-            raise
+        inputs, targets, count = upcoming.result()
         data_ms = 1e3 * (time.monotonic() - waited)
         upcoming = loader.submit(load, done + 1) if done + 1 < stop_at else None
 

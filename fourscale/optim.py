@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["momentum"] = torch.zeros_like(p.data)
-        grad, old = _local(p.grad), _local(state["momentum"])
+        grad, old = local(p.grad), local(state["momentum"])
         new = old.lerp(grad, 1 - beta)
         if skip is not None:
             new = torch.where(skip, old, new)
@@ -102,12 +102,13 @@ class Muon(torch.optim.Optimizer):
     def _apply(p: Tensor, full: Tensor, lr: float, scale: float, weight_decay: float, skip: Tensor | None) -> None:
         if isinstance(p, DTensor):
             full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
-        weight, step = _local(p), _local(full)
+        weight, step = local(p), local(full)
         new = (weight * (1 - lr * weight_decay)).add_(step, alpha=-lr * scale)
         weight.copy_(new if skip is None else torch.where(skip, weight, new))
 
 
-def _local(t: Tensor) -> Tensor:
+def local(t: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 

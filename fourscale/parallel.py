@@ -72,13 +72,18 @@ class Topology:
         return out
 
     def from_main(self, fn: Callable[[], R]) -> R:
-        """Run `fn` on rank 0 alone and hand its (plain) result to all; its InputError or RunFailed is raised on all."""
+        """Run `fn` on rank 0 alone and hand its (plain) result to all.
+
+        Its InputError or RunFailed is raised on all ranks; so is an OSError, as RunFailed.
+        """
         box: list[Any] = [None, None]
         if self.main:
             try:
                 box[0] = fn()
             except (InputError, RunFailed) as e:
                 box[1] = e
+            except OSError as e:
+                box[1] = RunFailed(f"{e.filename or fn.__name__}: {(e.strerror or str(e)).lower()}")
         dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         if box[1] is not None:
             raise box[1]
@@ -236,15 +241,19 @@ _LOST = (
 )
 
 
-def is_lost_peer(e: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone or stuck."""
-    return isinstance(e, dist.DistError) or any(words in str(e) for words in _LOST)
+def explained(topology: Topology, e: RuntimeError | OSError) -> Exception:
+    """One line for what a run can meet on its way, told by the rank that met it; `e` itself where it is a bug.
 
-
-def lost_peer(topology: Topology, e: RuntimeError) -> RunFailed:
-    """The one line that a survivor leaves: the cause stands in the other rank's own message."""
-    first = str(e).strip().splitlines()[0]
-    failed = RunFailed(f"rank {topology.rank}: another rank is gone or stuck, see its own message ({first})")
+    A disk that refuses, or a collective that failed since another rank is gone or stuck: that rank's own message has
+    the cause.
+    """
+    if isinstance(e, OSError) and e.strerror:
+        failed = RunFailed(f"rank {topology.rank}: {e.filename or topology.device}: {e.strerror.lower()}")
+    elif isinstance(e, dist.DistError) or any(words in str(e) for words in _LOST):
+        first = str(e).strip().splitlines()[0]
+        failed = RunFailed(f"rank {topology.rank}: another rank is gone or stuck, see its own message ({first})")
+    else:
+        return e
     failed.all_ranks = True
     return failed
 

@@ -26,7 +26,7 @@ import filelock
 import torch
 from torch import Tensor
 
-from fourscale import checkpoint
+from fourscale import checkpoint, optim
 from fourscale.config import InputError, ModelConfig, RunFailed, TrainConfig, flag, model_from_dict
 from fourscale.model import GPT
 from fourscale.parallel import Topology, host_name
@@ -258,7 +258,8 @@ class RunDir:
             if tokenizer is not None:
                 tokenizer.save(self.path)
             write_json(self.path / "run.json", run)
-            (self.path / "STOPPED.json").unlink(missing_ok=True)
+            for receipt in ("STOPPED.json", "DONE.json"):
+                (self.path / receipt).unlink(missing_ok=True)
 
         self.topology.from_main(write)
 
@@ -276,6 +277,12 @@ class RunDir:
         final, temporary = self.path / f"step_{update}", self.path / f"step_{update}.tmp-{self.attempt}"
         topology = self.topology
         fault = None
+        broken = [n for n, t in tensors.items() if not optim.local(t).isfinite().all()]
+        if topology.all_sum([len(broken)])[0]:
+            name = next(n for names in topology.gather(broken[:1]) for n in names)
+            raise RunFailed(
+                f"step_{update}: {name} is not finite, not saved; the older checkpoints are intact: lower --lr"
+            )
         try:
             topology.from_main(lambda: self._make(temporary))
             checkpoint.save(temporary, tensors, topology.cpu_group)

@@ -372,6 +372,13 @@ def test_an_exploding_run_stops_and_saves_nothing_that_is_not_finite(data, tmp_p
     assert rows(tmp_path / "ckpt")[-1]["skipped"] >= 9
 
 
+def test_weights_that_overflow_are_not_saved(data, tmp_path):
+    common = ("--data", data, "--ckpt-dir", tmp_path / "ckpt", *SMALL, "--lr", 1e39, "--warmup", 0, "--ckpt-every", 1)
+    done = run("train.py", *common, "--eval-every", 0, "--parallel", "fsdp", nproc=2, code=1)
+    assert "not finite" in one_error(done)
+    assert not list((tmp_path / "ckpt").glob("step_*"))
+
+
 def test_only_the_asked_checkpoints_are_kept(data, tmp_path):
     common = ("--data", data, "--ckpt-dir", tmp_path / "ckpt", *SMALL, "--eval-every", 0)
     run("train.py", *common, "--ckpt-every", 3, "--keep", 2, "--keep-every", 6)
@@ -406,3 +413,12 @@ def test_two_writers_of_one_directory(data, tmp_path):
     first.send_signal(signal.SIGINT)
     first.stdout.read()
     assert first.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
+def test_compiled_blocks_compute_the_same(trained, name):
+    extra = ("--arch", "modern", "--n-kv-heads", 2)
+    eager, compiled = rows(launch(trained, name, *extra)), rows(launch(trained, name, *extra, "--compile"))
+    for a, b in zip(eager, compiled, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=5e-5)
