@@ -179,6 +179,7 @@ def test_hub_rows_stream_from_one_revision(monkeypatch):
     import datasets
     import huggingface_hub
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # other tests set it for the process
     texts, asked = stories(700), []
     rows = Rows(texts)
 
@@ -208,6 +209,8 @@ def test_hub_rows_stream_from_one_revision(monkeypatch):
 
 def test_the_hub_out_of_reach_is_one_quick_line(monkeypatch):
     import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
     def unreachable(self, repo, timeout):
         assert timeout <= 10
