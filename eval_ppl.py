@@ -56,8 +56,8 @@ def render(figures: dict[str, Any]) -> str:
     update = f"{f['update']:,}"
     bar = ""
     if f["unigram_perplexity"] is not None:
-        times = f["unigram_perplexity"] / f["perplexity"]
-        bar = f" ({times:.1f} times lower than the {f['unigram_perplexity']:.1f} of counting single tokens)"
+        counted = f["unigram_perplexity"]
+        bar = f" (counting single tokens: {counted:.1f}, {counted / f['perplexity']:.1f} x)"
     return "\n".join(
         (
             f"checkpoint  {f['ckpt']} (update {update})",

@@ -11,7 +11,6 @@ Read it from top to bottom: flags, group, data, contract, model, the loop, the e
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -32,42 +31,37 @@ def main() -> None:
     flags = parse(TrainConfig)
     if flags.config is not None:
         flags = parse(TrainConfig, default=from_toml(TrainConfig, flags.config, TrainConfig()))
-    from fourscale import parallel
+    from fourscale import parallel, rundir
 
+    flags = rundir.recall(flags)
     topology = parallel.start(flags.parallel, flags.backend, flags.device, flags.dtype)
     try:
-        train(flags, topology)
+        pretrain(flags, topology)
     except (RuntimeError, OSError) as e:
         raise parallel.explained(topology, e) from None
     parallel.stop(topology)
 
 
-def train(flags: TrainConfig, topology: Topology) -> None:
+def pretrain(flags: TrainConfig, topology: Topology) -> None:
     import torch
 
-    from fourscale import budget, checkpoint, heldout, optim, parallel, rundir, shards, telemetry, tokenization
+    from fourscale import budget, checkpoint, config, heldout, optim, parallel, rundir, shards, telemetry, tokenization
     from fourscale.model import GPT, IGNORE
     from fourscale.order import Order, supervised, update_rows
 
     # ---- 2. the run directory, and where to go on from -------------------------------------------------------------
-    say = functools.partial(print, flush=True) if topology.main else lambda *_: None
+    say = config.say if topology.main else lambda line: None
     stop_request = rundir.StopRequest()
     finished = flags.ckpt_dir / "DONE.json"
     if flags.resume != "never" and topology.from_main(finished.is_file):
-        return say(f"{finished}: this run is finished; nothing to do")
+        return say(f"{finished}: this run is finished; nothing to do (the other flags were not looked at)")
     run_dir = rundir.RunDir(flags.ckpt_dir, topology)
     ckpt = run_dir.resume_point(flags.resume)
-    if ckpt is not None:  # the run's own flags, then the recipe's, then the command line's
-        recipe, flags = flags.config, rundir.config_of(ckpt.run, flags)
-        if recipe is not None:
-            flags = from_toml(TrainConfig, recipe, flags)
-        flags = dataclasses.replace(parse(TrainConfig, default=flags), grad_accum=None)  # follows from the ranks
-        topology = dataclasses.replace(topology, dtype=flags.dtype, parallel=flags.parallel)
 
     # ---- 3. data ---------------------------------------------------------------------------------------------------
     manifest = shards.load_manifest(flags.data)
-    tokenizer = tokenization.load(flags.data, manifest["tokenizer"])
     train, val = shards.open_split(flags.data, "train"), shards.open_split(flags.data, "val")
+    tokenizer = tokenization.load(flags.data, manifest["tokenizer"])
 
     # ---- 4. the plan and the contract: what this run is, for good --------------------------------------------------
     plan = budget.plan(flags, tokenizer.vocab_size, topology.world_size, topology.device.type, topology.dtype)
@@ -164,7 +158,7 @@ def train(flags: TrainConfig, topology: Topology) -> None:
 
     def save() -> None:
         with meter.off_the_clock():
-            meter.flush(say=False)
+            meter.flush(aloud=False)
             step = {"update": done, "tokens": tokens_seen, "samples_seen": done * cfg.global_bsz}
             step |= {"applied": done - meter.skipped, "skipped": meter.skipped, "val_loss": val_loss}
             if run_dir.publish(tensors(), step, cfg.keep, cfg.keep_every):
@@ -211,14 +205,13 @@ def train(flags: TrainConfig, topology: Topology) -> None:
         meter.add(telemetry.Pending(done, tokens_seen, count, lr, epoch, data_ms, loss_sum, norm, skipped))
 
         due = cfg.eval_every and (done == updates or done % cfg.eval_every == 0)
-        if due:
-            val_loss = evaluate()
+        val_loss = evaluate() if due else None
         if due or done == stop_at or done % cfg.log_every == 0 or done == 1:
-            meter.flush(val_loss if due else None)
+            meter.flush(val_loss)
             if meter.skipped_in_a_row >= SKIPPED_LIMIT:
                 raise RunFailed(
                     f"step {done}: the gradient was not finite for {meter.skipped_in_a_row} updates in a row; "
-                    "the last checkpoint is finite: lower --lr, lengthen --warmup or look at the data"
+                    "what is saved is finite: lower --lr, lengthen --warmup or look at the data"
                 )
         if cfg.ckpt_every and done % cfg.ckpt_every == 0:
             save()

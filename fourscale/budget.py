@@ -38,6 +38,12 @@ def count_parameters(cfg: ModelConfig) -> Parameters:
     return Parameters(embedding + cfg.n_layers * matrices, cfg.n_layers * vectors + final, embedding)
 
 
+def heads_for(d_model: int, n_kv_heads: int) -> int:
+    """Query heads for a width: the most, none under 64 wide, that divide it and share the key/value heads evenly."""
+    most = max(1, d_model // 64)
+    return next((h for h in range(most, 0, -1) if d_model % h == 0 and h % n_kv_heads == 0), most)
+
+
 def size_model(cfg: ModelConfig, vocab_size: int, device_type: str) -> ModelConfig:
     """Fill in what the user left open: GPT-2 124M on a GPU, about 10M parameters on a CPU. Raises InputError.
 
@@ -48,7 +54,7 @@ def size_model(cfg: ModelConfig, vocab_size: int, device_type: str) -> ModelConf
     small = device_type == "cpu"
 
     def filled(d_model: int) -> ModelConfig:
-        n_heads = cfg.n_heads or max(1, d_model // 64)
+        n_heads = cfg.n_heads or heads_for(d_model, cfg.n_kv_heads or 1)
         d_ff = 4 * d_model if cfg.arch == "gpt2" else -(-8 * d_model // (3 * 64)) * 64
         full = dataclasses.replace(
             cfg,
@@ -69,8 +75,9 @@ def size_model(cfg: ModelConfig, vocab_size: int, device_type: str) -> ModelConf
         return filled(768)
     if cfg.n_heads:  # widths that the asked heads divide
         return filled(max(1, 320 // (2 * cfg.n_heads)) * 2 * cfg.n_heads)
-    fits = [w for w in (384, 320, 256, 192) if count_parameters(filled(w)).total <= 12_500_000]
-    return filled(fits[0] if fits else 192)
+    widths = [w for w in (384, 320, 256, 192) if heads_for(w, cfg.n_kv_heads or 1) % (cfg.n_kv_heads or 1) == 0]
+    fits = [w for w in widths if count_parameters(filled(w)).total <= 12_500_000]
+    return filled((fits or widths[-1:] or [192])[0])
 
 
 def updates_for(tokens: int, tokens_per_update: int) -> tuple[int, int]:
@@ -150,7 +157,7 @@ def plan(cfg: TrainConfig, vocab_size: int, world_size: int, device_type: str, d
         lr=lr,
         min_lr=cfg.min_lr if cfg.min_lr is not None else lr / 10,
         warmup=cfg.warmup if cfg.warmup is not None else min(100, updates // 10),
-        eval_tokens=cfg.eval_tokens or 1_048_576,
+        eval_tokens=cfg.eval_tokens or (65_536 if device_type == "cpu" else 1_048_576),
     )
     return Plan(full, updates, cfg.tokens or updates * per_update, per_update)
 

@@ -36,8 +36,9 @@ def is_rank_zero() -> bool:
 def door(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a door's main: InputError ends with one line and code 2, RunFailed with code 1, Ctrl-C with 130.
 
-    Under torchrun only rank 0 prints usage and input errors, since every rank meets the same one. An InputError that
-    carries `all_ranks = True` was met by one rank alone and is printed by it.
+    Under torchrun the first rank of each node prints: all ranks meet most errors, but another node may lack a file. One
+    that carries `all_ranks = True` was met by a single rank and is printed by it. A file that can't be read or written
+    is input too.
     """
 
     @functools.wraps(main)
@@ -45,7 +46,7 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except (InputError, RunFailed) as e:
-            if is_rank_zero() or getattr(e, "all_ranks", False):
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0 or getattr(e, "all_ranks", False):
                 print(f"error: {e}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             # os._exit: under torchrun other ranks may be blocked in a collective, and teardown would wait for them.
@@ -55,8 +56,21 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
             os._exit(130)
         except BrokenPipeError:  # `python sample.py | head`
             os._exit(0)
+        except OSError as e:
+            if e.filename is None or e.strerror is None:
+                raise
+            print(f"error: {e.filename}: {e.strerror.lower()}", file=sys.stderr, flush=True)
+            os._exit(2)
 
     return wrapped
+
+
+def say(line: str) -> None:
+    """Print a line at once. A reader who has gone (`| head`, a closed terminal) must not end a run of days."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
 
 
 # ---- flag types ----------------------------------------------------------------------------------------------------
@@ -346,7 +360,7 @@ class TrainConfig:
     eval_every: Count = 250
     """updates between held-out losses (and one at the end); 0 for none"""
     eval_tokens: MaybeCount = None
-    """held-out tokens scored, always the same windows (default: the whole split, at most 1,048,576)"""
+    """held-out tokens scored, always the same windows (default: the whole split, at most 1,048,576; on a CPU 65,536)"""
     log_every: Count = 10
     """updates between console lines"""
     ckpt_every: Count = 1000

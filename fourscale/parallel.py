@@ -36,7 +36,6 @@ class Topology:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     dtype: str  # fp32 or bf16, of matrix products
     parallel: str  # ddp or fsdp
@@ -121,9 +120,11 @@ def pick_device(device: str, backend: str) -> torch.device:
         if not torch.cuda.is_available():
             raise InputError("--device cuda: no CUDA device is visible; use --device cpu")
         if local_rank >= (n := torch.cuda.device_count()):
-            raise InputError(
+            error = InputError(
                 f"--nproc_per_node: rank {local_rank} of this node has no GPU, {n} visible; start {n} a node"
             )
+            error.all_ranks = True
+            raise error
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     if device == "mps":
@@ -161,7 +162,6 @@ def start(parallel: str = "ddp", backend: str = "auto", device: str = "auto", dt
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         device=where,
         dtype=dtype,
         parallel=parallel,

@@ -27,7 +27,17 @@ import torch
 from torch import Tensor
 
 from fourscale import checkpoint, optim
-from fourscale.config import InputError, ModelConfig, RunFailed, TrainConfig, flag, model_from_dict
+from fourscale.config import (
+    InputError,
+    ModelConfig,
+    RunFailed,
+    TrainConfig,
+    flag,
+    from_toml,
+    is_rank_zero,
+    model_from_dict,
+    parse,
+)
 from fourscale.model import GPT
 from fourscale.parallel import Topology, host_name
 from fourscale.tokenization import Tokenizer
@@ -97,12 +107,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     else:
         hint = "; a step_N.tmp-* directory is an unfinished save" if ".tmp-" in path.name else ""
         raise InputError(f"--ckpt {path}: no complete checkpoint (step_N with a step.json) there{hint}")
+    if not (directory.parent / "run.json").is_file():
+        raise InputError(
+            f"--ckpt {path}: no run.json beside {directory.name}; copy it and tokenizer.json from the run too"
+        )
     run = read_json(directory.parent / "run.json")
     if run.get("format") != FORMAT:
         raise InputError(f"{directory.parent / 'run.json'}: format {run.get('format')}, this version reads {FORMAT}")
-    return Checkpoint(
-        directory, directory.parent, run, read_json(directory / "step.json"), model_from_dict(run["model"])
-    )
+    step = read_json(directory / "step.json")
+    lacking = [k for k in (*CONTRACT, "config", "attempts") if k not in run]
+    lacking += [k for k in ("update", "tokens", "skipped", "files") if k not in step]
+    if lacking:
+        raise InputError(f"{directory}: its run.json or step.json lacks {lacking[0]}; restore it or use another step")
+    return Checkpoint(directory, directory.parent, run, step, model_from_dict(run["model"]))
 
 
 def load_model(ckpt: Checkpoint, device: torch.device | str = "cpu") -> GPT:
@@ -164,6 +181,19 @@ def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
     return TrainConfig(**(table | launch | {"ckpt_dir": flags.ckpt_dir, "resume": flags.resume}))
 
 
+def recall(flags: TrainConfig) -> TrainConfig:
+    """The flags of this launch: on a resume the run's own, then the recipe's, then the command line's."""
+    steps = step_dirs(flags.ckpt_dir) if flags.resume != "never" else []
+    if not steps:
+        return flags
+    run = open_checkpoint(steps[-1]).run
+    merged = config_of(run, flags)
+    if flags.config is not None:
+        merged = from_toml(TrainConfig, flags.config, merged)
+    merged = dataclasses.replace(parse(TrainConfig, default=merged), grad_accum=None)  # follows from the ranks
+    return merged if merged.dtype != "auto" else dataclasses.replace(merged, dtype=run["training"]["dtype"])
+
+
 def as_table(cfg: TrainConfig) -> dict[str, Any]:
     """A TrainConfig as plain JSON values."""
     table = dataclasses.asdict(cfg)
@@ -191,7 +221,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.path / ".lock", timeout=0)
             self._lock.acquire()
-            for leftover in self.path.glob("*.tmp-*"):
+            for leftover in self.path.glob("step_*.tmp-*"):
                 shutil.rmtree(leftover)
             replace(self.path / ".attempt", self.attempt)
         except filelock.Timeout:
@@ -288,7 +318,8 @@ class RunDir:
             checkpoint.save(temporary, tensors, topology.cpu_group)
             mine = checkpoint.seal(temporary, topology.rank)
         except OSError as e:
-            mine, fault = {}, f"step_{update}: could not be written: {e}"
+            free = shutil.disk_usage(self.path).free
+            mine, fault = {}, f"step_{update}: could not be written, {free:,} bytes are free on its disk ({e})"
         parts = topology.gather((mine, fault))
         faults = [f for _, f in parts if f]
 
@@ -354,6 +385,8 @@ class StopRequest:
             os._exit(130)
         if self.name is None:
             self.name, self.first = signal.Signals(number).name, time.monotonic()
+            if is_rank_zero():  # not print: the signal may have come in the middle of one
+                os.write(2, f"{self.name}: saving and stopping after this update\n".encode())
 
 
 def refuse_differences(run_dir: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -254,6 +254,8 @@ def load_manifest(data_dir: Path) -> dict[str, Any]:
     by this version."""
     data_dir = Path(data_dir)
     path = data_dir / MANIFEST
+    if data_dir.is_file():
+        raise InputError(f"{data_dir}: a file, not a data directory; python prepare.py --dataset {data_dir} makes one")
     if not data_dir.is_dir():
         raise InputError(f"{data_dir}: no such data directory; make it with python prepare.py --out {data_dir}")
     try:

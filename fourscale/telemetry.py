@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourscale.config import say
 from fourscale.parallel import Topology
 
 
@@ -77,7 +78,7 @@ class Meter:
         if self.topology.device.type == "cuda":
             torch.cuda.synchronize(self.topology.device)
 
-    def flush(self, val_loss: float | None = None, say: bool = True) -> None:
+    def flush(self, val_loss: float | None = None, aloud: bool = True) -> None:
         """Write the rows of all pending updates (`val_loss` to the last one); rank 0 prints a line. Collective."""
         if not self.pending:
             return
@@ -116,15 +117,14 @@ class Meter:
             return
         with self.path.open("a", encoding="utf-8") as f:
             f.write("\n".join(lines) + "\n")
-        if say:
+        if aloud:
             last = rows[-1]
             share = f"{100 * mfu:.1f}%" if mfu is not None else "n/a"
             eta = clock((self.updates - last.update) * ms / 1e3)
             note = f" | {self.skipped} skipped" if self.skipped else ""
-            print(
+            say(
                 f"step {last.update} | loss {self.last_loss:.4f} | gnorm {norms[-1]:.2f} | lr {last.lr:.2e} | "
-                f"{ms:.1f} ms/step | {rate:,.0f} tok/s | mfu {share} | eta {eta}{note}",
-                flush=True,
+                f"{ms:.1f} ms/step | {rate:,.0f} tok/s | mfu {share} | eta {eta}{note}"
             )
 
 

@@ -5,7 +5,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-step() { printf '\n\033[1m== %s\033[0m\n$ %s\n' "$1" "${*:2}"; "${@:2}"; }
+export OMP_NUM_THREADS=1  # torchrun would set and announce it; the ranks share out the cores themselves
+step() { printf '\n\033[1m== %s\033[0m\n$' "$1"; printf ' %q' "${@:2}"; printf '\n'; "${@:2}"; }
+trap 'echo "stopped; make demo goes on from here"' ERR
 
 step "1. text -> tokens" \
   "$PYTHON" prepare.py --dataset stdlib --tokenizer bpe:4096 --val-fraction 0.05 --out data/demo
@@ -17,9 +19,10 @@ step "3. score the held-out text" \
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py --data data/demo --ckpt ckpt/demo
 step "4. a page of its text" \
   "$PYTHON" sample.py --ckpt ckpt/demo --prompt $'class Reader:\n    def __init__(self, name):\n' --max-new-tokens 400
-if [ -e ckpt/demo_hf ]; then
+if [ ckpt/demo_hf -nt ckpt/demo/DONE.json ]; then
   printf '\nckpt/demo_hf is there already\n'
 else
+  rm -rf ckpt/demo_hf  # of an earlier demo
   step "5. a Hugging Face directory" "$PYTHON" export_hf.py --ckpt ckpt/demo --out ckpt/demo_hf
 fi
 printf '\nDone. The loss curve is ckpt/demo/loss.png, the model is ckpt/demo_hf; README.md says what to try next.\n'

@@ -65,6 +65,13 @@ def test_without_flags_the_model_fits_the_device():
         assert 9e6 < count_parameters(size_model(ModelConfig(), vocab, "cpu")).total < 12.5e6
 
 
+def test_derived_heads_fit_what_was_asked():
+    assert size_model(ModelConfig(d_model=200), 65, "cpu").n_heads == 2
+    cfg = size_model(ModelConfig(arch="modern", n_kv_heads=2), 65, "cpu")
+    assert (cfg.d_model, cfg.n_heads) == (384, 6)
+    assert size_model(ModelConfig(arch="modern", n_kv_heads=5), 65, "cpu").n_heads == 5
+
+
 @pytest.mark.parametrize(
     "flags,words",
     [

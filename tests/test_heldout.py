@@ -17,7 +17,7 @@ from fourscale.parallel import Topology
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
 
-ALONE = Topology(0, 1, 0, torch.device("cpu"), "fp32", "ddp", None)
+ALONE = Topology(0, 1, torch.device("cpu"), "fp32", "ddp", None)
 
 
 class Stream:
@@ -146,7 +146,7 @@ def test_ranks_share_the_windows_and_run_alike(world_size):
     parts, shapes = [], []
     for rank in range(world_size):
         seen = []
-        one = OneOf(rank, world_size, rank, torch.device("cpu"), "fp32", "ddp", None)
+        one = OneOf(rank, world_size, torch.device("cpu"), "fp32", "ddp", None)
         hook = model.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape))
         parts.append(scored(model, stream, topology=one).window_nats)
         hook.remove()

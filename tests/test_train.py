@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -422,3 +423,40 @@ def test_compiled_blocks_compute_the_same(trained, name):
     eager, compiled = rows(launch(trained, name, *extra)), rows(launch(trained, name, *extra, "--compile"))
     for a, b in zip(eager, compiled, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=5e-5)
+
+
+def test_a_stale_receipt_and_foreign_directories(data, tmp_path):
+    out = tmp_path / "ckpt"
+    (out / "thesis.tmp-old").mkdir(parents=True)
+    (out / "DONE.json").write_text("{}")
+    run("train.py", "--data", data, "--ckpt-dir", out, *SMALL, "--stop-after", 2)
+    assert (out / "thesis.tmp-old").is_dir()
+    assert not (out / "DONE.json").exists()
+    assert "finished 20 updates" in run("train.py", "--ckpt-dir", out, "--resume", "auto", "--dtype", "auto").stdout
+
+
+def test_a_reader_who_leaves_does_not_end_the_run(data, tmp_path):
+    line = command("train.py", "--data", data, "--ckpt-dir", tmp_path / "ckpt", *SMALL, "--log-every", 1)
+    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "ckpt" / "DONE.json").is_file()
+
+
+def test_an_error_of_another_node_is_told_there(data, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shutil.copytree(data, tmp_path / "data")
+    nodes = []
+    for rank, data_dir in enumerate((tmp_path / "data", tmp_path / "elsewhere")):
+        line = [*command("train.py", "--data", data_dir, "--ckpt-dir", tmp_path / "ckpt", *SMALL)]
+        where = ["--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=1", f"--rdzv_endpoint=127.0.0.1:{port}"]
+        line = [line[0], "-m", "torch.distributed.run", *where, *line[1:]]
+        nodes.append(
+            subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        )
+    errs = [n.communicate(timeout=120)[1] for n in nodes]
+    assert all(n.returncode for n in nodes)
+    assert f"error: {tmp_path / 'elsewhere'}: no such data directory" in errs[1]
