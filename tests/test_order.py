@@ -40,6 +40,7 @@ def test_epochs_differ_and_a_seed_repeats():
     first, second = order.starts(np.arange(n)), order.starts(n + np.arange(n))
     assert not np.array_equal(first, second)
     assert set(first % 64) != set(second % 64)  # the epoch's random offset
+    assert not np.array_equal(first // 64, second // 64)  # and another permutation, offset apart
     assert np.array_equal(first, Order(100_000, 64, seed=3).starts(np.arange(n)))
     assert not np.array_equal(first, Order(100_000, 64, seed=4).starts(np.arange(n)))
 

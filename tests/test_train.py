@@ -460,3 +460,14 @@ def test_an_error_of_another_node_is_told_there(data, tmp_path):
     errs = [n.communicate(timeout=120)[1] for n in nodes]
     assert all(n.returncode for n in nodes)
     assert f"error: {tmp_path / 'elsewhere'}: no such data directory" in errs[1]
+
+
+def test_rows_beyond_the_checkpoint_are_set_aside(data, resumable, tmp_path):
+    shutil.copytree(resumable, tmp_path / "ckpt")
+    late = json.dumps({"update": 8, "tokens": 1, "loss": 9.0})
+    with (tmp_path / "ckpt" / "metrics.jsonl").open("a") as f:
+        f.write(late + '\n{"update": 9, "tok')  # a kill in the middle of a line
+    run("train.py", "--ckpt-dir", tmp_path / "ckpt", "--resume", "auto")
+    assert [r["update"] for r in rows(tmp_path / "ckpt")] == list(range(1, 21))
+    assert rows(tmp_path / "ckpt")[7]["loss"] < 9
+    assert (tmp_path / "ckpt" / "metrics.discarded.jsonl").read_text() == late + "\n"
