@@ -220,7 +220,8 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.path / ".lock", timeout=0)
-            self._lock.acquire()
+            with contextlib.suppress(NotImplementedError):  # a file system without locks
+                self._lock.acquire()
             for leftover in self.path.glob("step_*.tmp-*"):
                 shutil.rmtree(leftover)
             replace(self.path / ".attempt", self.attempt)
