@@ -221,6 +221,7 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     if done:
         meter.flush()
         save()
+    topology.from_main(lambda: telemetry.plot_loss(run_dir.path))
     receipt = {
         "update": done,
         "updates": updates,
@@ -234,7 +235,6 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         run_dir.receipt("DONE.json", receipt)
     else:
         run_dir.receipt("STOPPED.json", receipt | {"by": stopped_by})
-    topology.from_main(lambda: telemetry.plot_loss(run_dir.path))
     what = f"finished {updates:,} updates" if done == updates else f"stopped by {stopped_by} after {done:,} updates"
     say(f"{what}, {tokens_seen:,} tokens | {run_dir.path / 'loss.png'}")
 
