@@ -14,22 +14,31 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourscale.config import ExportConfig, InputError, RunFailed, door, parse
+from fourscale.cli import InputError, RunFailed, door, parse
+from fourscale.config import ExportConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fourscale.config import ModelConfig
+    from fourscale.corpus import Corpus, Part
     from fourscale.model import GPT
     from fourscale.rundir import Checkpoint
     from fourscale.tokenization import Tokenizer
 
 TOLERANCE = 1e-4  # of the largest logit, or of 1
 COMPARED_TOKENS = 1024  # per row: the longest window that logits are compared on
+DOCUMENT_MASK = """
+It was trained with document masking: attention and positions began anew at each `{eot}`, which opens the document that
+follows. This class has no such mask: give each document as a sequence of its own. For several in one sequence, pass
+`position_ids` that restart at each `{eot}`, and `use_cache=False`: transformers 5 then keeps them apart. Otherwise it
+sees across their boundaries, as it never did in training.
+"""
 TEXTS = (
     "Hello world",
     "  two leading spaces, a tab\tand a line\n\n  end",
@@ -74,8 +83,8 @@ def write(directory: Path, model: GPT, tokenizer: Tokenizer) -> None:
     shutil.copymode(directory / "config.json", directory / "model.safetensors")  # safetensors makes it private
 
 
-def compare_logits(ours: GPT, theirs: Any, ids: Tensor) -> tuple[float, float]:
-    """(largest difference, largest logit), absolute, over ids int64 [B, T]; a row at a time. Not finite is inf."""
+def compare_logits(ours: GPT, theirs: Any, ids: Iterable[Tensor]) -> tuple[float, float]:
+    """(largest difference, largest logit), absolute, over rows int64 [T]; a row at a time. Not finite is inf."""
     import torch
 
     difference, largest = 0.0, 0.0
@@ -87,6 +96,32 @@ def compare_logits(ours: GPT, theirs: Any, ids: Tensor) -> tuple[float, float]:
             difference = max(difference, torch.nan_to_num((a - b).abs().max(), nan=float("inf")).item())
             largest = max(largest, torch.nan_to_num(a.abs().max(), nan=0.0).item())
     return difference, largest
+
+
+def random_ids(model: GPT, vocab_size: int) -> Tensor:
+    """Two windows of random ids, always the same, int64 [2, T].
+
+    Where the model masks documents, each is one document of full length, and one begins with the end-of-text token.
+    """
+    import torch
+
+    length = min(model.cfg.ctx, COMPARED_TOKENS)
+    ids = torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    if model.cfg.doc_mask:
+        ids[ids == model.cfg.eot_id] = (model.cfg.eot_id + 1) % vocab_size
+        ids[1, 0] = model.cfg.eot_id
+    return ids
+
+
+def comparable(model: GPT, ids: Tensor) -> list[Tensor]:
+    """Rows int64 [T] of ids [B, T] on which transformers must compute the same.
+
+    Its models have no document mask: where ours has one, windows are cut before each end-of-text token.
+    """
+    if not model.cfg.doc_mask:
+        return list(ids)
+    cuts = [(row == model.cfg.eot_id).nonzero().flatten().tolist() for row in ids]
+    return [part for row, at in zip(ids, cuts, strict=True) for part in row.tensor_split(at) if len(part)]
 
 
 def known_texts(tokenizer: Tokenizer, ids: Tensor) -> list[str]:
@@ -134,13 +169,10 @@ def verify(directory: Path, model: GPT, tokenizer: Tokenizer, held_out: Tensor |
 
     Raises RunFailed where logits differ by more than TOLERANCE * max(1, largest logit), or token ids differ.
     """
-    import torch
-
     theirs, their_tokenizer = load_as_user(directory)
-    length = min(model.cfg.ctx, COMPARED_TOKENS)
-    random = torch.randint(tokenizer.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    random = random_ids(model, tokenizer.vocab_size)
     batches = [random] if held_out is None else [random, held_out]
-    pairs = [compare_logits(model, theirs, ids) for ids in batches]
+    pairs = [compare_logits(model, theirs, comparable(model, ids)) for ids in batches]
     difference, largest = (max(p[i] for p in pairs) for i in (0, 1))
     if not difference <= TOLERANCE * max(1.0, largest):
         raise RunFailed(
@@ -208,15 +240,14 @@ def snippet(out: Path) -> str:
     )
 
 
-def model_card(ckpt: Checkpoint, tokenizer: Tokenizer, out_name: str, source: dict[str, Any]) -> str:
-    """README.md of the export: what it is, and where every part of it comes from. source: the data's manifest or {}."""
-    from fourscale import hf
+def model_card(ckpt: Checkpoint, tokenizer: Tokenizer, out_name: str, data: Corpus | None) -> str:
+    """README.md of the export: what it is, and where every part of it comes from. data: None where it's gone."""
+    from fourscale import hf, rundir
     from fourscale.budget import count_parameters
 
     cfg, run, step = ckpt.model, ckpt.run, ckpt.step
     attempt = run["attempts"][-1]
-    text = source.get("source", {}).get("name", "no longer at hand")
-    text = Path(text).name if Path(text).is_absolute() else text  # where it lay on this machine is nobody's business
+    digests = {name: table["train_digest"] for name, table in rundir.data_parts(run["data"]).items()}
     val_loss = step.get("val_loss")
     facts = {
         "architecture": f"{hf.architecture(cfg)}, {cfg.n_layers} layers, width {cfg.d_model}, {cfg.n_heads} heads "
@@ -226,8 +257,8 @@ def model_card(ckpt: Checkpoint, tokenizer: Tokenizer, out_name: str, source: di
         "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, sha256 `{tokenizer.sha256}`",
         "checkpoint": f"{ckpt.dir.name} of run `{ckpt.run_dir.name}`, {step['tokens']:,} tokens seen",
         "held-out loss in training": "not evaluated" if val_loss is None else f"{val_loss:.4f} nats/token",
-        "text": f"{text}; licence: {source.get('license') or 'unknown'}",
-        "training tokens": f"sha256 `{run['data']['train_digest']}`",
+        "text": "no longer at hand; licence: unknown" if data is None else "<br>".join(map(provenance, data.parts)),
+        "training tokens": "<br>".join(f"{name} sha256 `{digest}`".strip() for name, digest in digests.items()),
         "code": f"fourscale {attempt.get('code')}, torch {attempt.get('torch')}",
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
@@ -250,25 +281,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Documents were separated by `{tokenizer.eot_token}`; in training text the same characters were ordinary text, while this
 tokenizer reads them as the control token. It adds no token at the start of a text.
-"""
+{DOCUMENT_MASK.format(eot=tokenizer.eot_token) if cfg.doc_mask else ""}"""
 
 
-def held_out_windows(ckpt: Checkpoint, data: Path, rows: int = 2) -> tuple[Tensor | None, dict[str, Any]]:
-    """(int64 [rows, T] of the run's held-out tokens, the data's manifest); (None, {}) where they're gone or changed."""
+def provenance(part: Part) -> str:
+    """Name and licence of a data set's text, and its share of the samples where there are others."""
+    share = "" if part.weight == 1 else f" ({float(part.weight):.1%} of samples)"
+    if part.manifest is None:
+        return f"shards {part.name}{share}; licence: unknown"
+    sources = part.manifest.get("sources") or [part.manifest.get("source", {})]
+    names = [source.get("name", part.name) for source in sources]
+    # Where it lay on this machine is nobody's business.
+    text = ", ".join(Path(name).name if Path(name).is_absolute() else name for name in names)
+    return f"{text}{share}; licence: {part.manifest.get('license') or 'unknown'}"
+
+
+def held_out_windows(model: ModelConfig, data: Corpus, rows: int = 2) -> Tensor:
+    """int64 [rows, T]: windows of the run's held-out tokens, of its largest data set."""
     import torch
 
-    from fourscale import heldout, shards
+    from fourscale import heldout
 
-    try:
-        manifest = shards.load_manifest(data)
-        stream = shards.open_split(data, "val")
-    except InputError:
-        return None, {}
-    if stream.digest != ckpt.run["data"]["val_digest"]:
-        return None, {}
-    length = min(ckpt.model.ctx, COMPARED_TOKENS, stream.total - 1)
+    stream = max(data.parts, key=lambda part: part.weight).val
+    length = min(model.ctx, COMPARED_TOKENS, stream.total - 1)
     starts = heldout.eval_starts(stream.total, length, rows * length)[:rows]
-    return torch.from_numpy(stream.windows(starts[starts + length <= stream.total], length)), manifest
+    return torch.from_numpy(stream.windows(starts[starts + length <= stream.total], length))
 
 
 @door
@@ -277,16 +314,17 @@ def main() -> None:
     refuse_existing(cfg.out)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs a network, and waiting for one takes long
 
-    from fourscale import rundir
+    from fourscale import corpus, rundir
 
     ckpt = rundir.open_checkpoint(cfg.ckpt)
     tokenizer = rundir.load_tokenizer(ckpt)
-    held_out, manifest = held_out_windows(ckpt, Path(ckpt.run["attempts"][-1]["data"]))
+    data = corpus.of_run(ckpt.run)
+    held_out = None if data is None else held_out_windows(ckpt.model, data)
     if held_out is None:
         print("note: the run's data are gone or have changed; logits are compared on random ids alone")
     print(f"{ckpt.dir.name}: writing, then comparing with what transformers loads (fp32, on the CPU)", flush=True)
     model = rundir.load_model(ckpt, "cpu")
-    card = model_card(ckpt, tokenizer, cfg.out.resolve().name, manifest)
+    card = model_card(ckpt, tokenizer, cfg.out.resolve().name, data)
     agreement = publish(cfg.out, model, tokenizer, card, held_out)
     print(
         f"{cfg.out}: {ckpt.dir.name} as a Hugging Face directory; largest difference of logits "

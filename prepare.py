@@ -2,43 +2,46 @@
 
     python prepare.py --dataset stdlib --tokenizer bpe:4096 --out ./data   # Python's own sources: no network needed
     python prepare.py --dataset tinystories --out ./data                   # 2.1 M stories, gpt2
-    python prepare.py --dataset fineweb-edu --out ./data                   # 10 B tokens of web text, 20 GB
-    python prepare.py --dataset 'corpus/*.jsonl' --text-field body --license CC-BY-4.0
+    python prepare.py --dataset fineweb-edu --max-tokens 3e9               # the first 3 B tokens of 10 B, of web text
+    python prepare.py --dataset 'corpus/*.jsonl.zst' --text-field body --group-field url --dedup --license CC-BY-4.0
+    python prepare.py --dataset code.parquet:0.3 --dataset 'books/*.txt.gz:0.7' --tokenizer bpe:32000
     python prepare.py --dataset book.txt --tokenizer char --val-docs 20
 
-Documents are encoded in the order of the source, each with an end-of-text token after it; nothing is normalised or
-deduplicated. A document is held out by a keyed hash of its text alone: the same text is always on the same side, in
-any order, with any shard size. Shards are written aside and the manifest comes last, so what was interrupted can't
-be trained on, and the next run starts afresh.
+Documents are encoded in the order of the source, each with an end-of-text token after it; nothing is normalised. A
+document is held out by a keyed hash of its text alone (or of its --group-field): the same text is always on the same
+side, in any order, with any shard size. Shards are made aside and the manifest comes last, so what was interrupted
+can't be trained on; the same command goes on from the last commit, and ends with the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import heapq
+import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourscale import code_version
-from fourscale.config import InputError, PrepareConfig, RunFailed, door, padded, parse, parse_count
+from fourscale.cli import InputError, RunFailed, door, parse, parse_count, say
+from fourscale.config import PrepareConfig, padded
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from fourscale.shards import ShardWriter
-    from fourscale.sources import Document, Source
+    from fourscale.assembly import Assembly, Journal
+    from fourscale.documents import Document
+    from fourscale.sources import Source
     from fourscale.tokenization import Tokenizer
 
-UNFINISHED = ".prepare_unfinished"  # directory within --out where everything is made
-HASH_KEY = b"fourscale held-out 1"
-BATCH_BYTES = 4 << 20
+SMALL = 32 << 20  # bytes of text below which starting processes takes longer than they save
+BYTES_A_TOKEN = 8  # of text that a tokenizer is trained on where --max-tokens limits the corpus
+UNIGRAM_TOKENS = 20_000_000
 
 
 @door
@@ -46,94 +49,173 @@ def main() -> None:
     cfg = parse(PrepareConfig)
     check(cfg)
     # Imported late, so that --help and usage errors are instant.
-    from fourscale import shards, sources, tokenization
-    from fourscale.shards import ShardWriter
+    from fourscale import encoding, shards, sources, tokenization
+    from fourscale.assembly import Assembly, Journal
 
-    # 1. What is asked for, and whether it's there already.
-    command = command_of(cfg, tokenization.kind_of(cfg.tokenizer), sources.fingerprint(cfg.dataset))
+    # 1. What is asked for, and whether it's there already, whole or in part.
+    named = sources.shares(cfg.dataset, "--dataset")
+    command = command_of(cfg)
     if already_made(cfg.out, command):
         return
-    source = sources.open_source(cfg.dataset, cfg.text_field, cfg.doc_sep)
-    licence = cfg.license or source.entry["license"]
     started = time.monotonic()
-
     with disk_errors(cfg.out), locked(cfg.out):
         if already_made(cfg.out, command):  # by another process, in the meantime
             return
-        with workspace(cfg.out) as work:
-            # 2. The side of each document: a threshold on the hash of its text.
-            if cfg.val_docs is None:
-                threshold = threshold_for_share(source.documents(), cfg.val_fraction)
-            else:
-                print(f"choosing {cfg.val_docs} held-out documents", flush=True)
-                threshold = threshold_for_count(progress(source, "hash"), cfg.val_docs)
+        with Journal(cfg.out, command) as journal:
+            if "moves" in journal.table:  # everything is made: only the publishing was interrupted
+                return say_published(cfg.out, publish(cfg.out, journal))
+            opened = [open_source(cfg, i, spec, journal) for i, (spec, _) in enumerate(named)]
+            weights = [weight for _, weight in named]
+            licence = cfg.license or shared_licence(opened)
+            if licence is None:
+                say("note: the licence of the text is unknown; --license NAME puts it into the manifest")
+
+            # 2. The side of each document: a threshold on the hash of its text or group.
+            def documents(what: str) -> Iterator[Document]:
+                return islice(every_document(opened, weights, cfg.skip_bad, what), cfg.max_docs)
+
+            if "threshold" not in journal.table:
+                journal.save(threshold=threshold_of(cfg, documents))
+            threshold = journal.table["threshold"]
 
             # 3. The tokenizer: merges are learned from the training side; a character must have an id on either.
             def corpus() -> Iterator[str]:
-                for document in progress(source, "read"):
-                    if cfg.tokenizer == "char" or document_hash(document.text.encode()) >= threshold:
+                left = BYTES_A_TOKEN * cfg.max_tokens if cfg.max_tokens and cfg.tokenizer != "char" else sys.maxsize
+                for document in documents("read"):
+                    if cfg.tokenizer == "char" or encoding.side_hash(document) >= threshold:
                         yield document.text
+                        left -= len(document.text)
+                    if left <= 0:
+                        return
 
-            print(f"tokenizer {cfg.tokenizer}", flush=True)
-            tokenizer = tokenization.build(cfg.tokenizer, corpus)
-            note_smaller_vocabulary(cfg.tokenizer, tokenizer)
+            if "tokenizer" not in journal.table:
+                say(f"tokenizer {cfg.tokenizer}")
+                tokenizer = tokenization.build(cfg.tokenizer, corpus)
+                note_smaller_vocabulary(cfg.tokenizer, tokenizer)
+                journal.save(tokenizer=tokenizer.save(journal.work))
+            else:
+                tokenizer = tokenization.load(journal.work, journal.table["tokenizer"])
+            entry = journal.table["tokenizer"]
 
             # 4. Text -> ids -> shards.
-            writers = {s: ShardWriter(work, s, tokenizer.vocab_size, cfg.shard_tokens) for s in shards.SPLITS}
-            counts = encode(progress(source, "encode", writers), tokenizer, writers, threshold)
-            splits = {split: writer.finish() for split, writer in writers.items()}
-            refuse_empty_side(cfg, splits)
+            assembly = Assembly(
+                journal.work,
+                opened,
+                weights,
+                tokenizer,
+                cfg.shard_tokens,
+                dedup=cfg.dedup,
+                max_tokens=cfg.max_tokens,
+                max_docs=cfg.max_docs,
+                state=journal.table.get("assembly"),
+                save=lambda state: journal.save(assembly=state),
+            )
+            if "assembly" in journal.table:
+                read = sum(taken.bytes for taken in assembly.taken())
+                say(f"{cfg.out}: going on after {read:,} bytes of text, where an interrupted run was")
+            processes = processes_for(cfg.workers, opened)
+            with (
+                encoding.pool(processes, journal.work, tokenizer, entry, threshold, cfg.skip_bad) as submit,
+                bar_of(opened, "encode", assembly) as tick,
+            ):
+                assembly.run(submit, 2 * processes, tick)
+            splits, moves = assembly.entries()
+            refuse_empty_side(cfg, splits, journal)
 
             # 5. The manifest, last.
-            entry = tokenizer.save(work)
             manifest = {
-                "dtype": writers["train"].dtype.name,
-                "source": source.entry,
+                "dtype": shards.token_dtype(tokenizer.vocab_size).name,
+                "sources": [
+                    entry_of(*each) for each in zip(opened, weights, assembly.taken(), assembly.tokens(), strict=True)
+                ],
                 "license": licence,
                 "tokenizer": entry | {"padded_vocab_size": padded(tokenizer.vocab_size)},
                 "normalisation": "none",
-                "deduplication": "none",
+                "deduplication": f"first of texts that are {encoding.SAME_TEXT}" if cfg.dedup else "none",
                 "eot": "after each document",
                 "split": split_rule(cfg, threshold),
-                "unigram_nats": unigram_nats(counts),
+                "unigram_nats": unigram_nats(journal.work, moves, splits, tokenizer.vocab_size),
                 "code": code_version(),
                 "command": command,
                 "splits": splits,
             }
-            publish(cfg.out, work, manifest)
+            journal.save(manifest=manifest, moves=moves)
+            publish(cfg.out, journal)
 
     # 6. What was made.
-    report(cfg.out, splits, tokenizer, licence, time.monotonic() - started)
+    report(cfg, manifest, tokenizer, time.monotonic() - started)
 
 
 def check(cfg: PrepareConfig) -> None:
     """Raise InputError for values that can't be meant."""
-    if cfg.shard_tokens < 1:
-        raise InputError("--shard-tokens 0: a shard holds at least 1 token")
+    for name in ("shard_tokens", "max_tokens", "max_docs", "workers"):
+        if getattr(cfg, name) == 0:
+            raise InputError(f"--{name.replace('_', '-')} 0: must be at least 1")
     if cfg.val_docs == 0:
         raise InputError("--val-docs 0: hold out at least 1 document, or held-out loss has nothing to measure")
     if not 0 < cfg.val_fraction < 1:
         raise InputError(f"--val-fraction {cfg.val_fraction}: give a share above 0 and below 1, such as 0.01")
     if cfg.out.exists() and not cfg.out.is_dir():
         raise InputError(f"--out {cfg.out}: a file; give a directory")
+    if cfg.max_docs is not None and len(cfg.dataset) > 1:
+        raise InputError("--max-docs: counts the documents of one source; with several --dataset use --max-tokens")
+    if cfg.val_docs is not None:
+        for name in ("max_tokens", "group_field"):
+            if getattr(cfg, name) is not None:
+                raise InputError(
+                    f"--val-docs: chosen from all of the corpus, which --{name.replace('_', '-')} doesn't go with; "
+                    "use --val-fraction"
+                )
+        if any(re.search(r":[\d.]+$", spec) for spec in cfg.dataset):
+            raise InputError(
+                "--val-docs: chosen from all of the corpus, of which shares take a part; use --val-fraction"
+            )
+
+
+def open_source(cfg: PrepareConfig, number: int, spec: str, journal: Journal) -> Source:
+    """A source as the flags want it; a moving hub data set stays at the revision that this work was begun with."""
+    from fourscale import sources
+
+    begun = journal.table.get("revisions", {}).get(str(number))
+    options = {name: getattr(cfg, name) for name in ("text_field", "group_field", "doc_sep", "name", "split")}
+    source = sources.open_source(spec, **options, revision=begun or cfg.revision)
+    if source.entry.get("revision"):
+        pinned = {**journal.table.get("revisions", {}), str(number): source.entry["revision"]}
+        journal.save(revisions=pinned)
+    return source
+
+
+def processes_for(asked: int | None, opened: Sequence[Source]) -> int:
+    """Tokenizing processes beside this one; 0 to tokenize in this one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if asked is None and sum(source.total_bytes or SMALL for source in opened) < SMALL:
+        return 0
+    count = asked or cores
+    return 0 if count == 1 else count
 
 
 # ---- the directory ---------------------------------------------------------------------------------------------------
 
 
-def command_of(cfg: PrepareConfig, tokenizer_kind: str, inputs: str | None) -> dict[str, Any]:
+def command_of(cfg: PrepareConfig) -> dict[str, Any]:
     """What decides the content of the data directory: the flags, and a fingerprint of the local files they name."""
-    from fourscale import tokenization
+    from fourscale import sources, tokenization
 
-    if tokenizer_kind == "tokenizer.json":
+    named = [spec for spec, _ in sources.shares(cfg.dataset, "--dataset")]
+    inputs = [sources.fingerprint(spec) for spec in named]
+    if tokenization.kind_of(cfg.tokenizer) == "tokenizer.json":
         stat = tokenization.json_path(cfg.tokenizer).stat()
-        inputs = f"{inputs} {stat.st_size} {stat.st_mtime_ns}"
-    return {name: value for name, value in asdict(cfg).items() if name != "out"} | {"inputs": inputs}
+        inputs.append(f"{stat.st_size} {stat.st_mtime_ns}")
+    # --skip-bad is left out: until a malformed row is met, it changes nothing.
+    flags = {name: value for name, value in asdict(cfg).items() if name not in ("out", "workers", "skip_bad")}
+    local = [spec if "://" in spec else os.path.normpath(spec) for spec in cfg.dataset]
+    return flags | {"dataset": local, "inputs": inputs}
 
 
 def already_made(out: Path, asked: dict[str, Any]) -> bool:
     """True, and said, if `out` holds what this command would make; InputError if it holds other finished data."""
     from fourscale import shards
+    from fourscale.assembly import UNFINISHED, differing
 
     if not (out / shards.MANIFEST).exists():
         return False
@@ -142,13 +224,12 @@ def already_made(out: Path, asked: dict[str, Any]) -> bool:
         made = shards.load_manifest(out).get("command", {})
     except InputError as e:
         raise InputError(f"{e}: to do so, {way_on}") from None
-    differing = [name for name in asked if name != "inputs" and made.get(name) != asked[name]]
-    if differing:
-        told = ", ".join(f"--{name.replace('_', '-')} {made.get(name)} (now {asked[name]})" for name in differing)
+    if told := differing(made, asked):
         raise InputError(f"{out}: already holds data made with {told}; {way_on}")
     if made.get("inputs") != asked["inputs"]:
         raise InputError(f"{out}: was made by this command, but its input files have changed since; {way_on}")
-    print(f"{out}: already made by this very command; nothing to do")
+    shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # of a run that was killed when all but this was done
+    say(f"{out}: already made by this very command; nothing to do")
     return True
 
 
@@ -160,14 +241,19 @@ def disk_errors(out: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as e:
-        raise RunFailed(f"{e.filename or out}: {(e.strerror or str(e)).lower()}; {out} is not finished") from None
+        raise RunFailed(
+            f"{e.filename or out}: {(e.strerror or str(e)).lower()}; {out} is not finished: mend that and run the same "
+            "command, which goes on from here"
+        ) from None
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make `out` if need be and hold it for this process. Raises InputError where another prepare.py has it."""
+    """Make `out` if need be and hold it for this process; a directory made for nothing goes again. Raises InputError
+    where another prepare.py has it."""
     import filelock
 
+    fresh = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / ".lock", timeout=0)
     with contextlib.suppress(NotImplementedError):  # a file system without locks
@@ -177,202 +263,237 @@ def locked(out: Path) -> Iterator[None]:
             raise InputError(f"{out}: another prepare.py is at work here; wait for it or use another --out") from None
     try:
         yield
+    except InputError:
+        if fresh and [path.name for path in out.iterdir()] == [".lock"]:
+            shutil.rmtree(out)
+        raise
     finally:
         lock.release()
 
 
-@contextlib.contextmanager
-def workspace(out: Path) -> Iterator[Path]:
-    """An empty directory to work in, after removing what an interrupted run left. Where the input is refused, nothing
-    stays. Raises InputError rather than touch shards that no interrupted run explains."""
-    work = out / UNFINISHED
-    found = [path for path in sorted(out.iterdir()) if re.fullmatch(r"(train|val)_\d{3,}\.bin", path.name)]
-    if work.is_dir():
-        print(f"{out}: removing what an interrupted run left", flush=True)
-        for path in found:  # it was stopped while publishing
-            path.unlink()
-        shutil.rmtree(work)
-    elif found:
-        raise InputError(f"{out}: holds {found[0].name} but no manifest; use another --out, or delete these files")
-    work.mkdir()
-    try:
-        yield work
-    except InputError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-def publish(out: Path, work: Path, manifest: dict[str, Any]) -> None:
-    """Move the finished files from `work` to `out`, then write the manifest, then remove `work`."""
+def publish(out: Path, journal: Journal) -> dict[str, Any]:
+    """Move the finished files from the work directory to `out`, then write the manifest, then remove the rest. Killed
+    in between, it can be done again. Returns the manifest."""
     from fourscale import shards
 
-    names = [shard["file"] for split in manifest["splits"].values() for shard in split["shards"]]
-    for name in [*names, manifest["tokenizer"]["file"]]:
-        (work / name).replace(out / name)
+    manifest = journal.table["manifest"]
+    file = manifest["tokenizer"]["file"]
+    for name, final in [*journal.table["moves"], (file, file)]:
+        with contextlib.suppress(FileNotFoundError):  # moved by a run that was killed here
+            (journal.work / name).replace(out / final)
     shards.write_manifest(out, manifest)
-    shutil.rmtree(work)
+    shutil.rmtree(journal.work)
+    return manifest
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
-def document_hash(text: bytes) -> int:
-    """64 bits of the UTF-8 text, the same everywhere; a document is held out if they are below the threshold."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=HASH_KEY).digest(), "little")
+def every_document(
+    opened: Sequence[Source], weights: Sequence[Fraction | None], skip_bad: bool, what: str
+) -> Iterator[Document]:
+    """The documents of all sources behind a bar, a chunk at a time from the one furthest behind its share of bytes.
 
-
-def threshold_for_share(documents: Iterable[Document], share: float) -> int:
-    """The threshold that holds out about `share` of the texts; one text where that is none of them.
-
-    Reads up to the first text that is held out: in a small corpus perhaps all, in a large one a few.
+    Empty documents are passed over, malformed rows too with skip_bad; else they raise InputError.
     """
-    threshold = int(share * 2**64)
-    smallest = 2**64
-    for document in documents:
-        smallest = min(smallest, document_hash(document.text.encode()))
-        if smallest < threshold:
-            return threshold
-    if smallest < 2**64:
-        print(f"note: --val-fraction {share} of so few documents is none; holding out one (--val-docs N for more)")
-    return smallest + 1
+    from fourscale.assembly import SKIP_BAD
+    from fourscale.documents import BadRow
+
+    sizes = [source.total_bytes for source in opened]
+    shares = weights if weights[0] is not None else [size or 1 for size in sizes] if all(sizes) else [1] * len(opened)
+    waiting = [(0, number, source.chunks(None)) for number, source in enumerate(opened)]
+    with bar_of(opened, what) as tick:
+        while waiting:
+            read, number, chunks = waiting[0]
+            chunk = next(chunks, None)
+            if chunk is None:
+                heapq.heappop(waiting)
+                continue
+            heapq.heapreplace(waiting, (read + chunk.size / shares[number], number, chunks))
+            for item in chunk.documents():
+                if not isinstance(item, BadRow):
+                    if item.text:
+                        yield item
+                elif not skip_bad:
+                    raise InputError(f"{item.message}{SKIP_BAD}")
+            tick(chunk.size, 0)
 
 
-def threshold_for_count(documents: Iterable[Document], count: int) -> int:
-    """The threshold that holds out exactly `count` distinct texts, those of the smallest hashes. Memory: `count`.
+def threshold_of(cfg: PrepareConfig, documents: Callable[[str], Iterable[Document]]) -> int:
+    """The threshold of the split: for a share of the documents, or for a number of them."""
+    from fourscale.encoding import side_hash, threshold_for_count, threshold_for_share
 
-    Raises InputError where there are not more distinct texts than that.
-    """
-    largest_first: list[int] = []
-    held: set[int] = set()
-    distinct_beyond = False
-    for document in documents:
-        h = document_hash(document.text.encode())
-        if h in held:
-            continue
-        if len(held) < count:
-            heapq.heappush(largest_first, -h)
-            held.add(h)
-            continue
-        distinct_beyond = True
-        if h < -largest_first[0]:
-            held.remove(-heapq.heapreplace(largest_first, -h))
-            held.add(h)
-    if not distinct_beyond:
-        raise InputError(
-            f"--val-docs {count}: the corpus has {len(held)} distinct documents, which leaves none to train on; "
-            "hold out fewer, or divide plain text further with --doc-sep"
-        )
-    return -largest_first[0] + 1
+    if cfg.val_docs is None:
+        return threshold_for_share(map(side_hash, documents("split")), cfg.val_fraction)
+    say(f"choosing {cfg.val_docs} held-out documents")
+    return threshold_for_count(map(side_hash, documents("hash")), cfg.val_docs)
 
 
 def split_rule(cfg: PrepareConfig, threshold: int) -> dict[str, Any]:
+    from fourscale import encoding
+
+    what = f"field {cfg.group_field!r}" if cfg.group_field else f"text ({encoding.SAME_TEXT})"
+    rule = f"held out if blake2b-64 of the {what}, keyed {encoding.HASH_KEY.decode()!r}, is below the threshold"
     wish = {"val_fraction": cfg.val_fraction} if cfg.val_docs is None else {"val_docs": cfg.val_docs}
-    rule = f"held out if blake2b-64 of the text, keyed {HASH_KEY.decode()!r}, is below the threshold"
     return {"rule": rule, "threshold": f"{threshold:#018x}"} | wish
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, bytes]]]:
-    """Documents as (text, UTF-8), in lists of about BATCH_BYTES."""
-    batch: list[tuple[str, bytes]] = []
-    size = 0
-    for document in documents:
-        batch.append((document.text, document.text.encode()))
-        size += len(batch[-1][1])
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def encode(
-    documents: Iterable[Document], tokenizer: Tokenizer, writers: dict[str, ShardWriter], threshold: int
-) -> dict[str, np.ndarray]:
-    """Write each document's ids and end-of-text to the writer of its side, in the order of the source.
-
-    Returns how often each id occurs on each side, int64 [vocab_size].
-    """
+def unigram_nats(work: Path, moves: list[tuple[str, str]], splits: dict[str, dict[str, Any]], vocab_size: int) -> float:
+    """Held-out nats per token by add-one counts of single tokens (of the first UNIGRAM_TOKENS of the training side):
+    the first bar for any model."""
     import numpy as np
 
-    counts = {side: np.zeros(tokenizer.vocab_size, np.int64) for side in writers}
-    for batch in batches(documents):
-        written: dict[str, list[np.ndarray]] = {side: [] for side in writers}
-        for (_, data), ids in zip(batch, tokenizer.encode_batch([text for text, _ in batch]), strict=True):
-            side = "val" if document_hash(data) < threshold else "train"
-            written[side].append(np.append(ids, np.uint32(tokenizer.eot_id)))
-            writers[side].add(written[side][-1], len(data))
-        for side, parts in written.items():
-            if parts:
-                counts[side] += np.bincount(np.concatenate(parts), minlength=tokenizer.vocab_size)
-    return counts
+    from fourscale import shards
 
-
-def unigram_nats(counts: dict[str, np.ndarray]) -> float:
-    """Held-out nats per token by add-one counts of single tokens on the train side: the first bar for any model."""
-    import numpy as np
-
+    counts = {}
+    where = {final: work / name for name, final in moves}
+    for split, part in splits.items():
+        counts[split], left = np.zeros(vocab_size, np.int64), UNIGRAM_TOKENS
+        for shard in part["shards"]:
+            ids = np.fromfile(where[shard["file"]], shards.token_dtype(vocab_size), count=left)
+            counts[split] += np.bincount(ids, minlength=vocab_size)
+            left -= len(ids)
+            if not left:
+                break
     seen = counts["train"] + 1
     return float(-(counts["val"] * np.log(seen / seen.sum())).sum() / counts["val"].sum())
 
 
-def refuse_empty_side(cfg: PrepareConfig, splits: dict[str, dict[str, Any]]) -> None:
+def refuse_empty_side(cfg: PrepareConfig, splits: dict[str, dict[str, Any]], journal: Journal) -> None:
     total = sum(part["documents"] for part in splits.values())
     for split, part in splits.items():
         if not part["documents"]:
+            journal.table.pop("assembly", None)  # going on from here would end here
             raise InputError(
-                f"--dataset {cfg.dataset}: none of its {total} documents is left for the {split} split; give more "
-                "text, or divide plain text further with --doc-sep, or hold out another share"
+                f"--dataset {' '.join(cfg.dataset)}: no text for the {split} split: {total} documents are not empty, "
+                "and none of them is left for it; give more text, divide plain text further with --doc-sep, or hold "
+                "out another share with --val-fraction"
             )
+
+
+def shared_licence(opened: Sequence[Source]) -> str | None:
+    """The licences of all sources; None where one of them is unknown."""
+    licences = [source.entry.get("license") for source in opened]
+    return None if None in licences else ", ".join(dict.fromkeys(licences))
+
+
+def entry_of(source: Source, weight: Fraction | None, taken: Any, tokens: dict[str, int]) -> dict[str, Any]:
+    """A source's entry in the manifest: what it is, and what became of its rows."""
+    share = {} if weight is None else {"weight": str(weight)}
+    return source.entry | share | {"train_tokens": tokens["train"], "val_tokens": tokens["val"]} | asdict(taken)
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
 
 
-def progress(source: Source, what: str, writers: dict[str, ShardWriter] | None = None) -> Iterator[Document]:
-    """The source's documents behind a bar of text bytes read, with tokens/s where there are writers."""
+@contextlib.contextmanager
+def bar_of(
+    opened: Sequence[Source], what: str, assembly: Assembly | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes read, with tokens/s; yields the function that moves it by (bytes, tokens)."""
     import tqdm
 
-    pause = 0.5 if sys.stderr.isatty() else 10.0  # a log file wants few lines
+    sizes = [source.total_bytes for source in opened]
+    before = sum(taken.bytes for taken in assembly.taken()) if assembly else 0
+    tokens = 0
     with tqdm.tqdm(
-        desc=what, total=source.total_bytes, unit="B", unit_scale=True, mininterval=pause, leave=False, delay=1
+        desc=what,
+        total=sum(sizes) if None not in sizes else None,
+        initial=before,
+        unit="B",
+        unit_scale=True,
+        mininterval=0.5 if sys.stderr.isatty() else 10.0,  # a log file wants few lines
+        leave=False,
+        delay=1,
     ) as bar:
-        for document in source.documents():
-            yield document
-            if bar.update(len(document.text.encode())) and writers:
-                tokens = sum(writer.tokens for writer in writers.values())
+
+        def tick(size: int, count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            if bar.update(size) and tokens:
                 bar.set_postfix_str(f"{tokens / bar.format_dict['elapsed']:,.0f} tok/s", refresh=False)
+
+        yield tick
 
 
 def note_smaller_vocabulary(spec: str, tokenizer: Tokenizer) -> None:
     if tokenizer.kind == "bpe" and tokenizer.vocab_size < parse_count(spec.partition(":")[2]):
-        print(f"note: the text has pairs for {tokenizer.vocab_size} ids only, not for --tokenizer {spec}")
+        say(f"note: the text has pairs for {tokenizer.vocab_size} ids only, not for --tokenizer {spec}")
 
 
-def report(
-    out: Path, splits: dict[str, dict[str, Any]], tokenizer: Tokenizer, licence: str | None, seconds: float
-) -> None:
+def gigabytes(tokens: int, dtype: str) -> str:
+    size = tokens * (2 if dtype == "uint16" else 4) / 1e9
+    return f"{size:.3f} GB"
+
+
+def say_published(out: Path, manifest: dict[str, Any]) -> None:
+    tokens = sum(part["tokens"] for part in manifest["splits"].values())
+    say(
+        f"wrote {out}: {tokens:,} tokens ({gigabytes(tokens, manifest['dtype'])}), as an interrupted run had them ready"
+    )
+
+
+def report(cfg: PrepareConfig, manifest: dict[str, Any], tokenizer: Tokenizer, seconds: float) -> None:
+    """What was made: each shard, each source, both sides, windows to read, and the total in the last line."""
     from fourscale import shards
 
+    splits, dtype = manifest["splits"], manifest["dtype"]
+    for part in splits.values():
+        for shard in part["shards"]:
+            print(f"wrote {cfg.out / shard['file']}: {shard['tokens']:,} tokens ({gigabytes(shard['tokens'], dtype)})")
+    all_train = splits["train"]["tokens"]
+    for source in manifest["sources"]:
+        share = source["train_tokens"] / all_train
+        print(
+            f"{source['name']}: {source['train_tokens']:,} training tokens ({share:.4%}"
+            f"{' asked: ' + source['weight'] if 'weight' in source else ''}), {source['val_tokens']:,} held out | "
+            f"rows read {source['rows']:,} = {accounts(source, cfg.dedup)} | "
+            f"longest document {source['longest'][0]:,} bytes, {source['longest'][1]}"
+        )
+        for message in source["bad_rows"]:
+            print(f"    skipped: {message}")
     for split, part in splits.items():
         print(
             f"{split:5s}  {part['documents']:,} documents | {part['tokens']:,} tokens | {part['text_bytes']:,} bytes | "
             f"{part['text_bytes'] / part['tokens']:.3f} bytes/token | {len(part['shards'])} shard(s)"
         )
-    stream = shards.open_split(out, "train")
-    count = min(96, stream.total)
-    window = stream.read((stream.total - count) // 2, count)
-    print("a window of the training text:")
-    for line in printable(tokenizer.decode(window)).split("\n"):
-        print(f"    {line}")
-    print(f"licence: {licence}" if licence else "licence: unknown; pass --license")
+    if cfg.max_tokens is not None and all_train < cfg.max_tokens:
+        print(f"note: the text has {all_train:,} training tokens in these shares, fewer than --max-tokens asked for")
+    for split, where in (("train", 0.0), ("train", 0.5), ("val", 0.5)):
+        stream = shards.open_split(cfg.out, split)
+        count = min(64, stream.total)
+        first = int((stream.total - count) * where)
+        print(f"{split} from token {first:,}:")
+        for line in printable(tokenizer.decode(stream.read(first, count))).split("\n"):
+            print(f"    {line}")
+    print(f"licence: {manifest['license']}" if manifest["license"] else "licence: unknown; pass --license")
     tokens = sum(part["tokens"] for part in splits.values())
-    size = tokens * stream.dtype.itemsize / 1e9
     speed = sum(part["text_bytes"] for part in splits.values()) / 1e6 / seconds
-    print(f"wrote {out}: {tokens:,} tokens ({size:.3f} GB) in {seconds:.1f} s ({speed:.1f} MB of text/s)")
+    print(
+        f"wrote {cfg.out}: {tokens:,} tokens ({gigabytes(tokens, dtype)}) in {seconds:.1f} s ({speed:.1f} MB of text/s)"
+    )
+
+
+def accounts(source: dict[str, Any], dedup: bool) -> str:
+    """'9 written + 1 empty', and what else there was, which adds up to the rows."""
+    names = {
+        "documents": "written",
+        "empty": "empty",
+        "bad": "malformed",
+        "dropped": "duplicates",
+        "crossing": "on the other side before",
+        "beyond": "beyond the limit",
+    }
+    terms = [f"{source[key]:,} {name}" for key, name in names.items() if source[key] or key == "documents"]
+    kept = (
+        f" ({source['duplicates']:,} duplicates kept; --dedup drops them)" if source["duplicates"] and not dedup else ""
+    )
+    return " + ".join(terms) + kept
 
 
 def printable(text: str) -> str:
     """Text that any terminal can show: control characters, and what its encoding lacks, become a mark."""
+    text = text.replace("\r\n", "\n")
     visible = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     encoding = sys.stdout.encoding or "ascii"
     return visible.encode(encoding, "replace").decode(encoding)

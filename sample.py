@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from fourscale.config import InputError, SampleConfig, door, parse
+from fourscale.cli import InputError, door, parse
+from fourscale.config import SampleConfig
 
 if TYPE_CHECKING:
     from fourscale.tokenization import Tokenizer

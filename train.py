@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 train.py --data ./data --backend gloo --steps 500
     torchrun --nproc_per_node=8 train.py --data ./data --parallel fsdp --ctx 1024 --local-bsz 16 --grad-accum 4
     torchrun --nproc_per_node=8 train.py --data ./data --parallel fsdp --resume auto      # goes on, on any ranks
+    python train.py --data ./web:0.7 --data ./code:0.3                        # two data sets, mixed by share of samples
 
 Read it from top to bottom: flags, group, data, contract, model, the loop, the end.
 """
@@ -14,10 +15,11 @@ import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fourscale import __version__, code_version
-from fourscale.config import InputError, RunFailed, TrainConfig, door, from_toml, parse
+from fourscale.cli import InputError, RunFailed, door, from_toml, parse
+from fourscale.config import TrainConfig
 
 if TYPE_CHECKING:
     from fourscale.parallel import Topology
@@ -45,12 +47,12 @@ def main() -> None:
 def pretrain(flags: TrainConfig, topology: Topology) -> None:
     import torch
 
-    from fourscale import budget, checkpoint, config, heldout, optim, parallel, rundir, shards, telemetry, tokenization
+    from fourscale import budget, checkpoint, cli, corpus, heldout, optim, parallel, rundir, telemetry
     from fourscale.model import GPT, IGNORE
-    from fourscale.order import Order, supervised, update_rows
+    from fourscale.order import supervised, update_rows
 
     # ---- 2. the run directory, and where to go on from -------------------------------------------------------------
-    say = config.say if topology.main else lambda line: None
+    say = cli.say if topology.main else lambda line: None
     stop_request = rundir.StopRequest()
     finished = flags.ckpt_dir / "DONE.json"
     if flags.resume != "never" and topology.from_main(finished.is_file):
@@ -59,22 +61,21 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     ckpt = run_dir.resume_point(flags.resume)
 
     # ---- 3. data ---------------------------------------------------------------------------------------------------
-    manifest = shards.load_manifest(flags.data)
-    train, val = shards.open_split(flags.data, "train"), shards.open_split(flags.data, "val")
-    tokenizer = tokenization.load(flags.data, manifest["tokenizer"])
+    data = corpus.of_flags(flags, ckpt.run if ckpt else None)
 
     # ---- 4. the plan and the contract: what this run is, for good --------------------------------------------------
-    plan = budget.plan(flags, tokenizer.vocab_size, topology.world_size, topology.device.type, topology.dtype)
+    device_type = topology.device.type
+    plan = budget.plan(flags, data.vocab_size, topology.world_size, device_type, topology.dtype, data.eot_id)
     cfg, ctx, world, updates = plan.cfg, plan.cfg.model.ctx, topology.world_size, plan.updates
     optim.check_schedule(updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
-    order = Order(train.total, ctx, cfg.data_seed, cfg.sampling)
+    order = data.order(ctx, cfg.data_seed, cfg.sampling)
     attempt = {
         "attempt": run_dir.attempt,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "from_update": ckpt.step["update"] if ckpt else 0,
         "code": code_version(),
         "torch": torch.__version__,
-        "data": str(flags.data.resolve()),
+        "data": data.absolute["data"],
         "device": parallel.device_name(topology.device),
         **{k: getattr(cfg, k) for k in ("parallel", "local_bsz", "grad_accum", "compile")},
         "world_size": world,
@@ -82,10 +83,10 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     run = {
         "format": rundir.FORMAT,
         "model": dataclasses.asdict(cfg.model),
-        "tokenizer": manifest["tokenizer"],
-        "data": {"train_digest": train.digest, "val_digest": val.digest},
+        "tokenizer": data.tokenizer.entry() if data.tokenizer else None,
+        "data": data.contract(),
         "training": plan.training_table(),
-        "config": rundir.as_table(dataclasses.replace(cfg, data=flags.data.resolve())),
+        "config": rundir.as_table(dataclasses.replace(cfg, **data.absolute)),
         "attempts": [*(ckpt.run["attempts"] if ckpt else []), attempt],
     }
     if ckpt is not None:
@@ -96,17 +97,20 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
                 f"--dropout {cfg.model.dropout}: masks belong to ranks and micro-batches; resume as before, on "
                 f"{before['world_size']} ranks with --local-bsz {before['local_bsz']}"
             )
-    run_dir.write_contract(run, None if ckpt else tokenizer)
+    verification = corpus.Verification(data, cfg.verify_data, topology)
+    run_dir.write_contract(run, None if ckpt else data.tokenizer)
     size, empty = budget.count_parameters(cfg.model), world * cfg.local_bsz * cfg.grad_accum - cfg.global_bsz
     say(
         f"fourscale {__version__} | {cfg.model.arch} {cfg.model.n_layers} layers x {cfg.model.d_model} wide, "
-        f"{size.total:,} parameters{'' if flags.model.d_model else f' (sized to {topology.device.type})'} | "
+        f"{size.total:,} parameters{'' if flags.model.d_model else f' (sized to {device_type})'} | "
         f"{world} x {attempt['device']}, {cfg.parallel}, {cfg.dtype}\n"
         f"update = {cfg.global_bsz} windows x {ctx} = {plan.tokens_per_update:,} tokens, by {world} ranks x "
         f"{cfg.local_bsz} windows x {cfg.grad_accum} micro-batches{f' ({empty} of weight 0)' if empty else ''} | "
-        f"{updates:,} updates, {plan.token_budget:,} tokens = {plan.token_budget / (order.n_windows * ctx):.2f} epochs "
+        f"{updates:,} updates, {plan.token_budget:,} tokens{data.told(order.epochs(plan.token_budget / ctx))} "
         f"| {run_dir.path}"
     )
+    for note in data.notes:
+        say(f"note: {note}")
 
     # ---- 5. model and optimizer, with weights from the seed or the checkpoint --------------------------------------
     with torch.device("meta"):
@@ -133,7 +137,7 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
 
     # ---- 6. the loop: accumulate, one denominator, backward, clip, guard, step -------------------------------------
     my_rows = update_rows(cfg.global_bsz, world, topology.rank, cfg.local_bsz, cfg.grad_accum)  # [A, B]
-    eval_starts = heldout.eval_starts(val.total, ctx, cfg.eval_tokens)
+    eval_starts = [heldout.eval_starts(p.val.total, ctx, int(cfg.eval_tokens * p.weight)) for p in data.parts]
     positions = torch.arange(ctx)
 
     def load(i: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -142,29 +146,34 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         lengths = torch.from_numpy(
             supervised(rows, plan.token_budget - i * plan.tokens_per_update, ctx, cfg.global_bsz)
         )
-        starts = order.starts(i * cfg.global_bsz + rows % cfg.global_bsz)
-        tokens = torch.from_numpy(train.windows(starts, ctx + 1)).view(*my_rows.shape, ctx + 1)
+        parts, starts = order.starts(i * cfg.global_bsz + rows % cfg.global_bsz)
+        tokens = torch.from_numpy(data.windows(parts, starts, ctx + 1)).view(*my_rows.shape, ctx + 1)
         mask = positions >= lengths.view(*my_rows.shape, 1)  # padding rows, and what lies beyond the token budget
         inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].masked_fill(mask, IGNORE)
         if topology.device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs, targets, int(lengths.sum())
 
-    def evaluate() -> float:
+    def evaluate() -> dict[str, Any]:
         with meter.off_the_clock():
-            score = heldout.score(model, val, ctx, eval_starts, cfg.local_bsz, topology)
-            say(f"step {done} | val loss {score.loss:.4f} | val ppl {score.perplexity:.2f}")
-        return score.loss
+            scores = {
+                part.name: heldout.score(model, part.val, ctx, starts, cfg.local_bsz, topology)
+                for part, starts in zip(data.parts, eval_starts, strict=True)
+            }
+            score, losses = heldout.pooled(scores.values()), {name: s.loss for name, s in scores.items()}
+            each = "".join(f" | {name} {loss:.4f}" for name, loss in losses.items()) if data.mixed else ""
+            say(f"step {done} | val loss {score.loss:.4f} | val ppl {score.perplexity:.2f}{each}")
+        return telemetry.held_out_fields(score.loss, losses)
 
     def save() -> None:
         with meter.off_the_clock():
             meter.flush(aloud=False)
             step = {"update": done, "tokens": tokens_seen, "samples_seen": done * cfg.global_bsz}
-            step |= {"applied": done - meter.skipped, "skipped": meter.skipped, "val_loss": val_loss}
-            if run_dir.publish(tensors(), step, cfg.keep, cfg.keep_every):
+            step |= {"applied": done - meter.skipped, "skipped": meter.skipped, "val_loss": None}
+            if run_dir.publish(tensors(), step | (held_out or {}), cfg.keep, cfg.keep_every):
                 say(f"step {done} | saved {run_dir.path / f'step_{done}'}")
 
-    val_loss = ckpt.step["val_loss"] if ckpt else None
+    held_out = {k: ckpt.step[k] for k in ("val_loss", "val_losses") if k in ckpt.step} if ckpt else None
     stop_at = min(updates, cfg.stop_after or updates)
     stopped_by = f"--stop-after {stop_at}" if stop_at < updates else None
     loader = ThreadPoolExecutor(max_workers=1)  # the next update is read while this one is computed
@@ -176,8 +185,11 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         data_ms = 1e3 * (time.monotonic() - waited)
         upcoming = loader.submit(load, done + 1) if done + 1 < stop_at else None
 
-        # One small message an update: the global count of supervised tokens, and whether anyone was asked to stop.
-        count, asked = (int(x) for x in topology.all_sum([count, stop_request.name is not None]))
+        # One small message an update: supervised tokens of all ranks; is anyone asked to stop; are anyone's data wrong.
+        message = [count, stop_request.name is not None, verification.failed]
+        count, asked, damaged = (int(x) for x in topology.all_sum(message))
+        if damaged:
+            verification.refuse()
         if asked:
             stopped_by = stop_request.name or "a signal to another rank"
             break
@@ -201,13 +213,13 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         skipped = optim.step_if_finite(optimizers, norm)
         tokens_seen += count
         done += 1
-        epoch = done * cfg.global_bsz / order.n_windows
-        meter.add(telemetry.Pending(done, tokens_seen, count, lr, epoch, data_ms, loss_sum, norm, skipped))
+        epochs = data.by_name(order.epochs(done * cfg.global_bsz))
+        meter.add(telemetry.Pending(done, tokens_seen, count, lr, epochs, data_ms, loss_sum, norm, skipped))
 
         due = cfg.eval_every and (done == updates or done % cfg.eval_every == 0)
-        val_loss = evaluate() if due else None
+        held_out = evaluate() if due else None
         if due or done == stop_at or done % cfg.log_every == 0 or done == 1:
-            meter.flush(val_loss)
+            meter.flush(held_out)
             if meter.skipped_in_a_row >= SKIPPED_LIMIT:
                 raise RunFailed(
                     f"step {done}: the gradient was not finite for {meter.skipped_in_a_row} updates in a row; "
@@ -218,17 +230,13 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
 
     # ---- 7. the end: a checkpoint, a receipt, the curve -----------------------------------------------------------
     loader.shutdown(cancel_futures=True)
+    verified = verification.close(patient=done == stop_at)
     if done:
         meter.flush()
         save()
     topology.from_main(lambda: telemetry.plot_loss(run_dir.path))
-    receipt = {
-        "update": done,
-        "updates": updates,
-        "tokens": tokens_seen,
-        "skipped": meter.skipped,
-        "val_loss": val_loss,
-    }
+    receipt = {"update": done, "updates": updates, "tokens": tokens_seen, "skipped": meter.skipped, "val_loss": None}
+    receipt |= (held_out or {}) | verified
     if done == updates:
         final = rundir.open_checkpoint(run_dir.path / f"step_{done}")
         receipt["digest"] = rundir.digest(final)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from fourscale.config import InputError, ModelConfig, TrainConfig, flag
+from fourscale.cli import InputError, flag
+from fourscale.config import ModelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,13 @@ class Plan:
         return table | {"updates": self.updates, "token_budget": self.token_budget}
 
 
-def plan(cfg: TrainConfig, vocab_size: int, world_size: int, device_type: str, dtype: str) -> Plan:
+def plan(
+    cfg: TrainConfig, vocab_size: int, world_size: int, device_type: str, dtype: str, eot_id: int | None = None
+) -> Plan:
     """Fill in every derived knob. Raises InputError where flags contradict each other or can't be carried out.
 
-    cfg.global_bsz wins over cfg.grad_accum where a run's contract has fixed it; where both are given they must agree.
+    vocab_size, eot_id: of the data's tokenizer; eot_id is None where that isn't known. cfg.global_bsz wins over
+    cfg.grad_accum where a run's contract has fixed it; where both are given they must agree.
     """
     for name in ("local_bsz", "log_every"):
         if getattr(cfg, name) < 1:
@@ -127,7 +131,12 @@ def plan(cfg: TrainConfig, vocab_size: int, world_size: int, device_type: str, d
     for name in ("grad_accum", "global_bsz", "steps", "tokens", "stop_after", "keep", "keep_every", "eval_tokens"):
         if getattr(cfg, name) == 0:
             raise InputError(f"{flag(name)} 0: must be at least 1, or left out")
-    model = size_model(cfg.model, vocab_size, device_type)
+    asked = cfg.model
+    if asked.doc_mask and asked.eot_id is None and eot_id is None:
+        raise InputError("--doc-mask: the data name no tokenizer, so no end of a document; give its id with --eot-id")
+    # Without --doc-mask the id is inert, so no part of the contract.
+    between = (asked.eot_id if asked.eot_id is not None else eot_id) if asked.doc_mask else None
+    model = size_model(dataclasses.replace(asked, eot_id=between), vocab_size, device_type)
     rows = world_size * cfg.local_bsz  # of one micro-batch, over all ranks
     global_bsz = cfg.global_bsz or rows * (cfg.grad_accum or 1)
     grad_accum = -(-global_bsz // rows)

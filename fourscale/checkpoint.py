@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fourscale.config import InputError
+from fourscale.cli import InputError
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,199 +1,15 @@
-"""Every knob once: the dataclasses behind the doors' flags, TOML files, and one-line errors. Imports no torch."""
+"""Every knob once: the dataclasses behind the doors' flags. Imports no torch."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import io
-import os
-import sys
-import tomllib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
-T = TypeVar("T")
-
-
-class InputError(Exception):
-    """The user's input or usage is at fault: one line naming the thing, what was found, what to do (exit code 2)."""
-
-
-class RunFailed(Exception):
-    """A run can't go on though its input was right, as when losses stay non-finite: one line (exit code 1)."""
-
-
-def is_rank_zero() -> bool:
-    """True in a plain process and on torchrun's rank 0: the one that speaks."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def door(main: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a door's main: InputError ends with one line and code 2, RunFailed with code 1, Ctrl-C with 130.
-
-    Under torchrun the first rank of each node prints: all ranks meet most errors, but another node may lack a file. One
-    that carries `all_ranks = True` was met by a single rank and is printed by it. A file that can't be read or written
-    is input too.
-    """
-
-    @functools.wraps(main)
-    def wrapped() -> None:
-        try:
-            main()
-        except (InputError, RunFailed) as e:
-            if int(os.environ.get("LOCAL_RANK", "0")) == 0 or getattr(e, "all_ranks", False):
-                print(f"error: {e}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            # os._exit: under torchrun other ranks may be blocked in a collective, and teardown would wait for them.
-            os._exit(2 if isinstance(e, InputError) else 1)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr, flush=True)
-            os._exit(130)
-        except BrokenPipeError:  # `python sample.py | head`
-            os._exit(0)
-        except OSError as e:
-            if e.filename is None or e.strerror is None:
-                raise
-            print(f"error: {e.filename}: {e.strerror.lower()}", file=sys.stderr, flush=True)
-            os._exit(2)
-
-    return wrapped
-
-
-def say(line: str) -> None:
-    """Print a line at once. A reader who has gone (`| head`, a closed terminal) must not end a run of days."""
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
-
-
-# ---- flag types ----------------------------------------------------------------------------------------------------
-
-
-def parse_count(text: str) -> int:
-    """'2e9', '100_000', '1,000' or '42' as an int; ValueError if it's no whole number >= 0."""
-    cleaned = text.replace("_", "").replace(",", "")
-    try:
-        number = int(cleaned)
-    except ValueError:
-        number = float(cleaned)
-        if not number.is_integer():
-            raise ValueError(f"{text!r} is not a whole number") from None
-    if number < 0:
-        raise ValueError(f"{text!r} is negative")
-    return int(number)
-
-
-def _count_from(args: list[str]) -> int | None:
-    if args[0].lower() == "none":
-        return None
-    try:
-        return parse_count(args[0])
-    except (ValueError, OverflowError):
-        raise ValueError(f"expected a whole number such as 2000, 2e9 or 100_000, got {args[0]!r}") from None
-
-
-def _float_from(args: list[str]) -> float | None:
-    if args[0].lower() == "none":
-        return None
-    try:
-        return float(args[0].replace("_", ""))
-    except ValueError:
-        raise ValueError(f"expected a number, got {args[0]!r}") from None
-
-
-def _spec(metavar: str, parse: Callable[[list[str]], Any], kinds: tuple[type, ...]) -> PrimitiveConstructorSpec[Any]:
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=parse,
-        is_instance=lambda x: x is None or isinstance(x, kinds),
-        str_from_instance=lambda x: [str(x)],
-    )
-
-
-_derived = tyro.conf.arg(help_behavior_hint="")  # the help text itself says what None becomes
-Count = Annotated[int, _spec("N", _count_from, (int,))]
-MaybeCount = Annotated[int | None, _spec("N", _count_from, (int,)), _derived]
-MaybeFloat = Annotated[float | None, _spec("X", _float_from, (float, int)), _derived]
-MaybeText = Annotated[str | None, _spec("TEXT", lambda a: a[0], (str,)), _derived]
-
-
-def _one_line(boxed: str) -> str:
-    """The gist of tyro's boxed message: the words above its first rule, and the flag it suggests."""
-    words, suggestion = [], ""
-    lines = [line.strip("│ ").strip() for line in boxed.splitlines()]
-    body = [line for line in lines if line and line[0] not in "╭╰"]
-    for i, line in enumerate(body):
-        if line.startswith("Perhaps you meant") and i + 1 < len(body):
-            suggestion = f"; did you mean {body[i + 1].split(' ')[0].rstrip(',')}?"
-    for line in body:
-        if line.startswith("──"):
-            break
-        words.append(line)
-    return " ".join(words) + suggestion
-
-
-def parse(cls: type[T], argv: Sequence[str] | None = None, default: T | None = None, prog: str | None = None) -> T:
-    """Parse flags into `cls`; flags that are absent keep `default`'s values. Raises InputError for a usage error.
-
-    `--a-b` and `--a_b` are alike; counts may be written 2e9 or 100_000. `--help` prints on rank 0 and exits with 0.
-    """
-    err = io.StringIO()
-    columns = os.environ.get("COLUMNS")
-    argv = sys.argv[1:] if argv is None else list(argv)
-    asked_help = "--help" in argv or "-h" in argv
-    try:
-        if not asked_help:
-            os.environ["COLUMNS"] = "4000"  # one message, one line: no wrapping inside the box
-        with contextlib.redirect_stderr(err):
-            kwargs = {} if default is None else {"default": default}
-            return tyro.cli(
-                cls,
-                args=argv,
-                prog=prog or Path(sys.argv[0]).name,
-                console_outputs=is_rank_zero(),
-                config=(tyro.conf.OmitArgPrefixes,),
-                **kwargs,
-            )
-    except SystemExit as e:
-        if e.code in (0, None):
-            raise
-        raise InputError(_one_line(err.getvalue()) or "usage error; see --help") from None
-    finally:
-        if columns is None:
-            os.environ.pop("COLUMNS", None)
-        else:
-            os.environ["COLUMNS"] = columns
-
-
-def from_toml(cls: type[T], path: Path, default: T) -> T:
-    """`default` with the flat keys of a TOML file laid over it, checked exactly as flags are. Raises InputError."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise InputError(f"--config {path}: {e.strerror.lower()}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise InputError(f"--config {path}: not valid TOML: {e}") from None
-    argv = []
-    for key, value in table.items():
-        if isinstance(value, dict):
-            raise InputError(f"--config {path}: [{key}] is a table; write flags as flat keys such as d_model = 768")
-        flag = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            argv.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            argv += [flag, str(value)]
-    try:
-        return parse(cls, argv, default)
-    except InputError as e:
-        raise InputError(f"--config {path}: {e}") from None
+from fourscale.cli import Count, InputError, MaybeCount, MaybeFloat, MaybeText, Texts, derived, flag
 
 
 def padded(vocab_size: int) -> int:
@@ -234,6 +50,10 @@ class ModelConfig:
     """base of the rotary frequencies (modern only)"""
     norm_eps: float = 1e-5
     """epsilon of every norm"""
+    doc_mask: bool = False
+    """keep attention and positions within documents; an end-of-text token opens the next one"""
+    eot_id: MaybeCount = None
+    """id of the token between documents, for --doc-mask (default: the tokenizer's end-of-text)"""
 
     @property
     def padded_vocab(self) -> int:
@@ -267,28 +87,54 @@ class ModelConfig:
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"--dropout {self.dropout}: must be at least 0 and below 1")
+        if self.doc_mask and self.eot_id is None:
+            raise InputError("--doc-mask: no end-of-text token is known; name the id between documents by --eot-id")
+        if self.doc_mask and not 0 <= self.eot_id < self.vocab_size:
+            raise InputError(f"--eot-id {self.eot_id}: --doc-mask needs an id below the vocabulary's {self.vocab_size}")
 
 
 @dataclass
 class PrepareConfig:
-    """Text -> tokens -> shards and a manifest. Sources: stdlib, tinystories, fineweb-edu, hub ids, files and globs."""
+    """Text -> tokens -> shards and a manifest. Killed, the same command goes on where it was."""
 
-    dataset: str = "stdlib"
-    """stdlib (no network), tinystories, fineweb-edu, a hub id (owner/name or owner/name:config), files: 'c/*.jsonl'"""
+    dataset: Texts = ("stdlib",)
+    """stdlib (no network), tinystories, fineweb-edu, a hub id owner/name, a save_to_disk directory, files 'c/*.txt.gz';
+    repeat it for several sources, with shares of the training tokens as in --dataset a:0.7 --dataset b:0.3"""
     out: Path = Path("./data")
     """directory for shards and manifest.json"""
     tokenizer: str = "gpt2"
     """gpt2, another tiktoken name, a tokenizer.json, bpe:N (trained on the corpus), byte, or char"""
-    shard_tokens: Count = 100_000_000
-    """tokens per shard"""
-    val_fraction: float = 0.01
-    """share of documents held out, chosen by a hash of their text"""
-    val_docs: MaybeCount = None
-    """hold out exactly this many distinct documents instead"""
+
+    name: MaybeText = None
+    """configuration of the hub data set"""
+    split: str = "train"
+    """split of the hub data set or save_to_disk directory to read"""
+    revision: MaybeText = None
+    """branch, tag or commit of the hub data set (default: the newest, pinned in the manifest)"""
+    text_field: str = "text"
+    """field that holds the text in jsonl, csv, parquet and hub rows"""
+    group_field: MaybeText = None
+    """field whose equal values stay on one side of the split, such as a book or a URL (its host counts)"""
     doc_sep: MaybeText = None
     """separator of documents in plain text, such as '<|endoftext|>' (default: units of about 4 KB at blank lines)"""
-    text_field: str = "text"
-    """field that holds the text in jsonl, parquet and hub rows"""
+
+    val_fraction: float = 0.01
+    """share of documents held out, chosen by a hash of their text or group"""
+    val_docs: MaybeCount = None
+    """hold out exactly this many distinct documents instead"""
+    max_tokens: MaybeCount = None
+    """stop at exactly this many training tokens"""
+    max_docs: MaybeCount = None
+    """stop after this many documents"""
+    dedup: bool = False
+    """drop documents whose text was seen before (but for whitespace and Unicode form)"""
+    skip_bad: bool = False
+    """count malformed rows and go on, instead of stopping at the first"""
+
+    shard_tokens: Count = 100_000_000
+    """tokens per shard"""
+    workers: MaybeCount = None
+    """processes that tokenize (default: one a core); the output does not depend on it"""
     license: MaybeText = None
     """licence of the text, for the manifest (known for the named sources)"""
 
@@ -299,8 +145,17 @@ class TrainConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
 
-    data: Path = Path("./data")
-    """directory written by prepare.py"""
+    data: Texts = ("./data",)
+    """directory written by prepare.py, or shards of nanoGPT, llm.c or datatrove; repeat it to mix several by share of
+    samples, as in --data a:0.7 --data b:0.3"""
+    val_data: MaybeText = None
+    """held-out shards, where --data has foreign ones whose names don't tell train from val"""
+    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """of headerless shards without a manifest, such as nanoGPT's train.bin"""
+    tokenizer: MaybeText = None
+    """of shards without a manifest: gpt2, another tiktoken name, a tokenizer.json, byte"""
+    verify_data: Literal["background", "first", "off"] = "background"
+    """compare the shards' hashes with the manifest while training goes on, before it begins, or not at all"""
     ckpt_dir: Path = Path("./ckpt")
     """run directory: contract, metrics, checkpoints, receipt"""
     config: Path | None = None
@@ -377,7 +232,7 @@ class SampleConfig:
 
     ckpt: Path = Path("./ckpt")
     """a step_N directory, or a run directory (its latest)"""
-    prompt: Annotated[str, _derived] = ""
+    prompt: Annotated[str, derived] = ""
     """text to continue (default: none, the model begins a document)"""
     num_samples: Count = 1
     """continuations of the prompt; a single one is printed as it is made"""
@@ -413,8 +268,12 @@ class SampleConfig:
 class EvalConfig:
     """Held-out nats per token, perplexity and bits per byte of a checkpoint; also under torchrun."""
 
-    data: Path = Path("./data")
-    """directory written by prepare.py"""
+    data: Texts = ("./data",)
+    """as train.py's, and repeatable: a table of each"""
+    val_data: MaybeText = None
+    """held-out shards, where --data has foreign ones whose names don't tell train from val"""
+    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """of headerless shards without a manifest"""
     ckpt: Path = Path("./ckpt")
     """a step_N directory, or a run directory (its latest)"""
     split: Literal["val", "train"] = "val"
@@ -448,9 +307,42 @@ class ExportConfig:
     """directory to write; must not exist yet"""
 
 
-def flag(name: str) -> str:
-    """'n_heads' -> '--n-heads'."""
-    return "--" + name.replace("_", "-")
+@dataclass
+class CheckDataConfig:
+    """Read shards from end to end and judge them: hashes, ids, counts, held-out text in the training set, padding."""
+
+    dirs: tyro.conf.Positional[Texts] = ()
+    """directories written by prepare.py, or shards of nanoGPT, llm.c or datatrove"""
+    ctx: MaybeCount = None
+    """context length to train with: each side must hold a window of it (default: said, and 256 must fit)"""
+    window: MaybeCount = None
+    """tokens of the held-out windows looked for in the training set (default: 64, of bytes or characters 256)"""
+    max_overlap: float = 0.5
+    """share of held-out windows that may stand in the training set before the check fails; noted from a tenth of it"""
+    val_data: MaybeText = None
+    """held-out shards, where the names of foreign ones don't tell train from val"""
+    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """of headerless shards without a manifest"""
+    tokenizer: MaybeText = None
+    """of shards without a manifest: gpt2, another tiktoken name, a tokenizer.json, byte"""
+    vocab_size: MaybeCount = None
+    """ids of shards without a manifest and without a tokenizer"""
+    json: Path | None = None
+    """also write the checks to this file"""
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, where the values are impossible."""
+        if not self.dirs:
+            raise InputError("check.py data: name what to check, as in python check.py data ./data")
+        for name in ("ctx", "window", "vocab_size"):
+            if getattr(self, name) == 0:
+                raise InputError(f"{flag(name)} 0: must be at least 1")
+        if self.window is not None and not 8 <= self.window <= 1 << 16:
+            raise InputError(f"--window {self.window}: must be 8 .. 65,536 tokens; shorter ones recur in any text")
+        if not 0 <= self.max_overlap <= 1:
+            raise InputError(f"--max-overlap {self.max_overlap}: a share, 0 .. 1")
+        if self.json is not None and not self.json.resolve().parent.is_dir():
+            raise InputError(f"--json {self.json}: no such directory to write to; make it first")
 
 
 def model_from_dict(table: dict[str, Any]) -> ModelConfig:

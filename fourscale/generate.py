@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fourscale.config import InputError, RunFailed
+from fourscale.cli import InputError, RunFailed
 from fourscale.order import key64
 
 
@@ -74,7 +74,8 @@ def sample_generators(seed: int, first: int, count: int) -> list[torch.Generator
 def next_logits(model: nn.Module, ids: Tensor, ctx: int) -> Tensor:
     """Logits of the token after ids: int64 [B, T] -> fp32 [B, V].
 
-    At most the last ctx tokens are seen, at positions 0 to ctx - 1: past the context length, the window slides.
+    At most the last ctx tokens are seen, at positions 0 to ctx - 1: past the context length, the window slides. A model
+    with a document mask sees of them what follows the last end-of-text token, and that token, at positions from 0.
     """
     return model(ids[:, -ctx:], last_only=True)[:, -1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from fourscale.config import InputError
+from fourscale.cli import InputError
 from fourscale.model import IGNORE
 from fourscale.order import update_rows
 
@@ -63,6 +64,12 @@ class Score:
             return math.nan
         residual = self.window_nats - self.loss * self.window_tokens
         return math.sqrt(w / (w - 1) * math.fsum(residual**2)) / self.tokens
+
+
+def pooled(scores: Iterable[Score]) -> Score:
+    """The windows of several data sets as one: its loss is all nats over all tokens, never a mean of means."""
+    scores = list(scores)
+    return Score(np.concatenate([s.window_nats for s in scores]), np.concatenate([s.window_tokens for s in scores]))
 
 
 def eval_starts(total: int, ctx: int, max_tokens: int | None = None) -> np.ndarray:

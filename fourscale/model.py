@@ -6,14 +6,21 @@ The residual stream, the norms and the loss are fp32 under autocast, in every mo
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourscale.cli import is_rank_zero, say
 from fourscale.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 IGNORE = -100  # a target that is not supervised
 
@@ -44,9 +51,90 @@ def rotary_tables(n_tokens: int, head_dim: int, theta: float, device: torch.devi
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on [B, heads, T, C], in the half-split layout that Hugging Face's Llama uses."""
+    """RoPE on [B, heads, T, C] by [T, C] or [B, 1, T, C], in the half-split layout that Hugging Face's Llama uses."""
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+
+# ---- documents within a window (--doc-mask) ------------------------------------------------------------------------
+
+
+def document_starts(idx: Tensor, eot_id: int) -> Tensor:
+    """Index at which each token's document begins within its window: ids int64 [B, T] -> int64 [B, T].
+
+    An end-of-text token opens the next document: it predicts the first token, as where sample.py begins with it alone.
+    The start of the window counts as a start.
+    """
+    opened = torch.where(idx == eot_id, torch.arange(idx.shape[1], device=idx.device), 0)
+    return opened.cummax(dim=1).values
+
+
+def visible_from(starts: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The rule (window, head, query, key) -> bool: a token sees its document up to itself. It's a mask_mod of flex."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (starts[b, q] <= kv) & (kv <= q)
+
+    return visible
+
+
+@functools.cache
+def compiled_flex() -> tuple[Callable[..., BlockMask], Callable[..., Tensor]] | None:
+    """(create_block_mask, flex_attention), compiled; None, said once, where this machine can't compile for its GPU.
+
+    Dong et al. 2024, "Flex Attention", arXiv:2412.05496: blocks that lie wholly in other documents are skipped.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    build, attend = (torch.compile(f, dynamic=False) for f in (create_block_mask, flex_attention))
+    try:
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            q, k, v = (torch.zeros(1, 1, 128, 16, device="cuda", requires_grad=True) for _ in range(3))
+            starts = torch.zeros(1, 128, dtype=torch.int64, device="cuda")
+            attend(q, k, v, block_mask=build(visible_from(starts), 1, None, 128, 128, device="cuda")).sum().backward()
+    except Exception as e:  # no Triton, no compiler, a card too old: each has an exception of its own
+        if is_rank_zero():
+            first = (str(e).strip() or type(e).__name__).splitlines()[0]
+            say(f"note: --doc-mask without flex_attention, not compiled here ({first}): slower, same result")
+        return None
+    return build, attend
+
+
+def fits_flex(starts: Tensor, head_dim: int, dropout: float) -> bool:
+    """True where flex_attention pays and can be used: long windows in training on CUDA, without dropout.
+
+    Without gradients (held-out loss, sampling) shapes vary, and each would be compiled anew.
+    """
+    long = starts.shape[1] >= 128 and head_dim >= 16  # a block of the mask, and the kernel's least width
+    return starts.is_cuda and torch.is_grad_enabled() and long and dropout == 0
+
+
+def document_mask(starts: Tensor, head_dim: int, dropout: float) -> Tensor | BlockMask:
+    """What each token may see, for all blocks of a forward: 0 or -inf, [B, 1, T, T], or flex's BlockMask.
+
+    In the dtype of the queries: of a boolean mask, each block would make such a copy and keep it for the backward.
+    """
+    (B, T), device = starts.shape, starts.device
+    if fits_flex(starts, head_dim, dropout) and (compiled := compiled_flex()) is not None:
+        create_block_mask, _ = compiled
+        return create_block_mask(visible_from(starts), B, None, T, T, device=device)
+    window, token = torch.arange(B, device=device).view(B, 1, 1, 1), torch.arange(T, device=device)
+    seen = visible_from(starts)(window, None, token[:, None], token)
+    lowered = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if lowered else torch.float32
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, gqa: bool) -> Tensor:
+    """flex_attention of [B, H | K | K, T, C] -> [B, H, T, C]; inside a compiled block it becomes part of its graph."""
+    if torch.compiler.is_compiling():
+        from torch.nn.attention.flex_attention import flex_attention as attend
+    else:
+        _, attend = compiled_flex()
+    return attend(q, k, v, block_mask=mask, enable_gqa=gqa)
+
+
+# ---- the network ---------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -62,7 +150,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.head_dim, cfg) if cfg.qk_norm else None
         self.dropout = cfg.dropout
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None) -> Tensor:
         B, T, D = x.shape
         qkv = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)  # [B, H | K | K, T, C]
@@ -70,14 +158,16 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            enable_gqa=self.kv_heads != self.heads,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        dropout = self.dropout if self.training else 0.0
+        gqa = self.kv_heads != self.heads
+        if mask is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, dropout_p=dropout)
+        elif isinstance(mask, Tensor):
+            if gqa:  # CUDA's kernels that save memory take a mask or grouped heads, not both
+                k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        else:
+            y = attend_flex(q, k, v, mask, gqa)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -108,8 +198,8 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.dropout = cfg.dropout
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + F.dropout(self.attn(self.attn_norm(x), rope), self.dropout, self.training)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None) -> Tensor:
+        x = x + F.dropout(self.attn(self.attn_norm(x), rope, mask), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
@@ -131,17 +221,25 @@ class GPT(nn.Module):
 
         idx int64 [B, T], T <= ctx for gpt2. Without targets: fp32 logits [B, T, V] ([B, 1, V] with last_only). With
         targets int64 [B, T], IGNORE where unsupervised: fp32 [B], the sum of each window's token losses in nats. The
-        padded rows of the vocabulary take no part in either.
+        padded rows of the vocabulary take no part in either. With cfg.doc_mask, attention and positions begin anew at
+        each end-of-text token of idx.
         """
+        cfg, T = self.cfg, idx.shape[1]
         x = self.wte(idx).float()  # [B, T, D]
-        rope = None
+        rope = mask = positions = None
+        if cfg.doc_mask:
+            starts = document_starts(idx, cfg.eot_id)
+            positions = torch.arange(T, device=idx.device) - starts  # [B, T]
+            mask = document_mask(starts, cfg.head_dim, cfg.dropout if self.training else 0.0)
         if self.wpe is not None:
-            x = x + self.wpe.weight[: idx.shape[1]]
+            x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
         else:
-            rope = rotary_tables(idx.shape[1], self.cfg.head_dim, self.cfg.rope_theta, idx.device)
-        x = F.dropout(x, self.cfg.dropout, self.training)
+            rope = rotary_tables(T, cfg.head_dim, cfg.rope_theta, idx.device)
+            if positions is not None:
+                rope = tuple(table[positions][:, None] for table in rope)  # [B, 1, T, C] each
+        x = F.dropout(x, cfg.dropout, self.training)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, rope, mask)
         x = self.norm(x[:, -1:] if last_only else x)
         head = self.wte.weight if self.head is None else self.head.weight
         logits = F.linear(x, head)[..., : self.cfg.vocab_size].float()  # [B, T, V]: padded ids don't exist from here on

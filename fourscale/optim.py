@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fourscale.config import InputError
+from fourscale.cli import InputError
 from fourscale.model import GPT
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fourscale.config import InputError, RunFailed
+from fourscale.cli import InputError, RunFailed
 from fourscale.order import key64
 
 R = TypeVar("R")

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,17 +28,8 @@ import torch
 from torch import Tensor
 
 from fourscale import checkpoint, optim
-from fourscale.config import (
-    InputError,
-    ModelConfig,
-    RunFailed,
-    TrainConfig,
-    flag,
-    from_toml,
-    is_rank_zero,
-    model_from_dict,
-    parse,
-)
+from fourscale.cli import InputError, RunFailed, flag, from_toml, is_rank_zero, parse
+from fourscale.config import ModelConfig, TrainConfig, model_from_dict
 from fourscale.model import GPT
 from fourscale.parallel import Topology, host_name
 from fourscale.tokenization import Tokenizer
@@ -143,7 +135,13 @@ def digest(ckpt: Checkpoint) -> str:
 
 
 def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
-    """The tokenizer that the run was trained with. Raises InputError where its file is missing or changed."""
+    """The tokenizer that the run was trained with. Raises InputError where it had none, or its file is missing or
+    changed."""
+    if ckpt.run["tokenizer"] is None:
+        raise InputError(
+            f"{ckpt.run_dir}: this run has no tokenizer: it was trained on bare ids, which are no text without one; "
+            "train with --tokenizer for that"
+        )
     return load_saved_tokenizer(ckpt.run_dir, ckpt.run["tokenizer"])
 
 
@@ -154,14 +152,43 @@ CONTRACT = ("model", "tokenizer", "data", "training")  # tables of run.json that
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Names and values that differ between the contracts of two run.json, as 'lr: was 0.001, now 0.003'."""
-    out = []
-    for table in CONTRACT:
-        for name in sorted(set(old[table]) | set(new[table])):
-            a, b = old[table].get(name), new[table].get(name)
-            if a != b:
-                label = name if table in ("model", "training") else f"{table}.{name}"
-                out.append(f"{label}: was {a}, now {b}")
+    out = [*_data_differences(old["data"], new["data"])]
+    before, now = (_tokenizer_name(run["tokenizer"]) for run in (old, new))
+    if before != now:
+        out.append(f"the data's tokenizer: was {before}, now {now}")
+    for table in ("model", "training"):
+        a, b = old[table], new[table]
+        if table == "model":  # a run from before a field was added had its default
+            a, b = (dataclasses.asdict(model_from_dict(t)) for t in (a, b))
+        out += [f"{k}: was {a.get(k)}, now {b.get(k)}" for k in sorted({*a, *b}) if a.get(k) != b.get(k)]
     return out
+
+
+def data_parts(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Digests, and of a mixture weights, of each data set by name, from run.json's `data`; a single one is named ""."""
+    return table.get("parts", {"": table})
+
+
+def _data_differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    parts = [list(data_parts(table).items()) for table in (old, new)]
+    if len(parts[0]) != len(parts[1]):
+        yield f"--data is another mixture: of {len(parts[0])} data sets then, {len(parts[1])} now"
+        return
+    for (name, a), (_, b) in zip(*parts, strict=True):
+        label = f"--data {name}" if name else "--data"
+        for split, side in (("train", "train"), ("val", "held-out")):
+            before, now = (t[f"{split}_digest"].removeprefix("sampled-")[:8] for t in (a, b))
+            if a[f"{split}_digest"] != b[f"{split}_digest"]:
+                yield f"{label} is another data set: {side} tokens differ (sha256 {before}… then, {now}… now)"
+        if a.get("weight") != b.get("weight"):
+            yield f"weight of {label}: was {a.get('weight')}, now {b.get('weight')}"
+
+
+def _tokenizer_name(entry: dict[str, Any] | None) -> str:
+    """What identifies a tokenizer; its kind doesn't, since a saved file may be named as one."""
+    if entry is None:
+        return "none"
+    return f"sha256 {entry['sha256'][:16]}… of {entry['vocab_size']:,} ids"
 
 
 def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
@@ -176,6 +203,7 @@ def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
     for name, value in table.items():
         if isinstance(getattr(flags, name), Path) and value is not None:
             table[name] = Path(value)
+    table["data"] = (table["data"],) if isinstance(table["data"], str) else tuple(table["data"])
     table["model"] = model_from_dict(table["model"])
     launch = {"grad_accum": None, "stop_after": None, "config": None}
     return TrainConfig(**(table | launch | {"ckpt_dir": flags.ckpt_dir, "resume": flags.resume}))

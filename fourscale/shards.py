@@ -8,8 +8,7 @@ A data directory holds one stream of token ids per split, cut into headerless li
 
 A document may begin in one shard and end in the next, so the stream and its digest are the same for any shard size.
 
-Reading other people's formats (nanoGPT, llm.c, datatrove) means building a TokenStream from other lists of Shards.
-Preparing in several processes means a ShardWriter per process; the stream is then their shards in order of process.
+Other people's formats (nanoGPT, llm.c, datatrove) are TokenStreams over lists of Shards too, see formats.py.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fourscale.config import InputError, padded
+from fourscale.cli import InputError
+from fourscale.config import padded
 
 FORMAT = "fourscale-shards"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
 MAX_OPEN_FILES = 256  # of the usual limit of 1024 a process
@@ -52,54 +52,93 @@ class ShardWriter:
     """Writes one split's stream as shards of exactly `shard_tokens` tokens (the last may be shorter) into `directory`.
 
     Names are final: write into a directory that readers don't look at, and move the shards once all are complete.
+    `commit` makes what was added durable; a writer made from its answer goes on from there, whatever was added later.
     """
 
-    def __init__(self, directory: Path, split: Split, vocab_size: int, shard_tokens: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        split: Split,
+        vocab_size: int,
+        shard_tokens: int,
+        committed: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """committed: what `commit` returned. Raises InputError where the shards no longer hold it."""
         self.directory, self.split, self.vocab_size, self.shard_tokens = directory, split, vocab_size, shard_tokens
         self.dtype = token_dtype(vocab_size)
-        self.tokens = self.documents = self.text_bytes = 0
-        self._shards: list[dict[str, Any]] = []
+        self._shards = [dict(shard) for shard in committed]
+        self.tokens, self.documents, self.text_bytes = (self._sum(k) for k in ("tokens", "documents", "text_bytes"))
         self._file: Any = None
-        self._shard_sha = self._stream_sha = hashlib.sha256()
+        self._shard_sha, self.stream_sha = hashlib.sha256(), hashlib.sha256()
+        for shard in self._shards:
+            self._reopen(shard)
 
-    def add(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Append a document: ids int [n] with its end-of-text, n >= 1, and the UTF-8 size of its text.
+    def add(self, ids: np.ndarray, ends: np.ndarray, text_bytes: np.ndarray) -> None:
+        """Append documents: ids int [n], the end of each document among them int64 [D] ascending to n, and the UTF-8
+        size of its text int64 [D]. The shard where a document ends counts it and its bytes.
 
-        The shard where a document ends counts it and its bytes. Raises InputError for an id outside the vocabulary.
+        Raises InputError for an id outside the vocabulary.
         """
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
             bad = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
             raise InputError(f"{self.split}: id {bad} is outside the vocabulary of {self.vocab_size}; refused")
-        stored = ids.astype(self.dtype)
-        while len(stored):
+        stored = ids.astype(self.dtype, copy=False)
+        done = 0
+        while done < len(stored):
             if self._file is None:
                 self._open()
             shard = self._shards[-1]
-            part, stored = np.split(stored, [self.shard_tokens - shard["tokens"]])
+            part = stored[done : done + self.shard_tokens - shard["tokens"]]
             data = part.tobytes()
             self._file.write(data)
             self._shard_sha.update(data)
-            self._stream_sha.update(data)
+            self.stream_sha.update(data)
+            first, last = np.searchsorted(ends, (done, done + len(part)), side="right")
             shard["tokens"] += len(part)
-            if not len(stored):
-                shard["documents"] += 1
-                shard["text_bytes"] += text_bytes
+            shard["documents"] += int(last - first)
+            shard["text_bytes"] += int(text_bytes[first:last].sum())
+            done += len(part)
             if shard["tokens"] == self.shard_tokens:
                 self._close()
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
-        self.text_bytes += text_bytes
+        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(ends)
+        self.text_bytes += int(text_bytes.sum())
 
-    def finish(self) -> dict[str, Any]:
-        """Close the last shard and return the split's manifest entry."""
+    @property
+    def finished(self) -> int:
+        """Shards that are complete."""
+        return len(self._shards) - (self._file is not None)
+
+    def commit(self) -> list[dict[str, Any]]:
+        """Make all that was added durable and return what a writer needs to go on from here, as JSON values."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return [dict(shard) for shard in self._shards]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Close the last shard and return the manifest's entries of all."""
         if self._file is not None:
             self._close()
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "text_bytes": self.text_bytes,
-            "stream_sha256": self._stream_sha.hexdigest(),
-            "shards": self._shards,
-        }
+        return self._shards
+
+    def _sum(self, key: str) -> int:
+        return sum(shard[key] for shard in self._shards)
+
+    def _reopen(self, shard: dict[str, Any]) -> None:
+        """Read a committed shard back into the hashes; cut and keep open one that was not complete."""
+        path, sha = self.directory / shard["file"], hashlib.sha256()
+        size = shard["tokens"] * self.dtype.itemsize
+        with contextlib.suppress(OSError), path.open("rb") as f:
+            while size and (data := f.read(min(size, 1 << 22))):
+                sha.update(data)
+                self.stream_sha.update(data)
+                size -= len(data)
+        if size or shard.get("sha256", sha.hexdigest()) != sha.hexdigest():
+            raise InputError(f"{path}: not what an interrupted run wrote; delete {self.directory} to start over")
+        if "sha256" not in shard:
+            self._file, self._shard_sha = path.open("r+b"), sha
+            self._file.truncate(shard["tokens"] * self.dtype.itemsize)
+            self._file.seek(0, os.SEEK_END)
 
     def _open(self) -> None:
         name = shard_name(self.split, len(self._shards))
@@ -113,6 +152,12 @@ class ShardWriter:
         self._file.close()
         self._file = None
         self._shards[-1]["sha256"] = self._shard_sha.hexdigest()
+
+
+def split_entry(shards: Sequence[dict[str, Any]], stream_sha256: str) -> dict[str, Any]:
+    """The manifest's entry of a split from those of its shards."""
+    sums = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents", "text_bytes")}
+    return sums | {"stream_sha256": stream_sha256, "shards": list(shards)}
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
@@ -143,22 +188,24 @@ def sync_directory(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of `tokens` ids, and the stream position of its first."""
+    """A file of `tokens` ids after a header of `offset` bytes, and the stream position of its first id."""
 
     path: Path
     tokens: int
     start: int
+    offset: int = 0
 
 
 class TokenStream:
     """The shards of one split as one stream of ids. Safe to use from threads and after fork or pickling.
 
-    total: tokens. vocab_size: ids are below it. text_bytes: UTF-8 bytes of the text that the tokens stand for.
+    total: tokens. vocab_size: ids are below it. text_bytes: UTF-8 bytes of the text that the tokens stand for, None
+    where unknown.
     digest: hex, names the stream's content for any shard size, as the manifest has it (`verify` reads the data).
     """
 
     def __init__(
-        self, split: str, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int, text_bytes: int, digest: str
+        self, split: str, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int, text_bytes: int | None, digest: str
     ) -> None:
         self.split, self.shards, self.dtype = split, list(shards), np.dtype(dtype)
         self.vocab_size, self.text_bytes, self.digest = vocab_size, text_bytes, digest
@@ -185,16 +232,18 @@ class TokenStream:
         return out
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """int64 [B, length]: windows of ids from `starts`, int64 [B]. Raises as `read`, and InputError (naming split
-        and position) for an id outside the vocabulary."""
+        """int64 [B, length]: windows of ids from `starts`, int64 [B]. Raises as `read`, and InputError (naming the
+        shard and the position in it) for an id outside the vocabulary."""
         out = np.empty((len(starts), length), np.int64)
         for row, start in zip(out, starts, strict=True):
             self._read_into(row, int(start))
         if out.size and out.max() >= self.vocab_size:
             b, t = np.argwhere(out >= self.vocab_size)[0]
+            at = int(starts[b] + t)
+            shard = self.shards[int(np.searchsorted(self._ends, at, side="right"))]
             raise _on_this_rank(
-                f"{self.split} data: id {out[b, t]} at position {int(starts[b]) + t} is outside the vocabulary of "
-                f"{self.vocab_size}; the shards were changed or belong to another tokenizer: run prepare.py again"
+                f"{shard.path}: id {out[b, t]} at token {at - shard.start} is outside the vocabulary of "
+                f"{self.vocab_size}; the shard was changed or belongs to another tokenizer: see check.py data"
             )
         return out
 
@@ -214,7 +263,7 @@ class TokenStream:
 
     def _read_shard(self, shard: Shard, first: int, count: int) -> np.ndarray:
         # pread, not memmap: where a mapped file has become shorter, a read kills the process with SIGBUS.
-        size, offset = count * self.dtype.itemsize, first * self.dtype.itemsize
+        size, offset = count * self.dtype.itemsize, shard.offset + first * self.dtype.itemsize
         with self._opened(shard.path) as fd:
             data = os.pread(fd, size, offset)
             while 0 < len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
@@ -267,7 +316,7 @@ def load_manifest(data_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: can't be read ({e}); restore it or run prepare.py again") from None
     found = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
-    if found != (FORMAT, VERSION):
+    if found not in ((FORMAT, VERSION), (FORMAT, 1)):  # 1 had one source, under "source"
         raise InputError(
             f"{path}: format {found[0]} version {found[1]}, this code reads {FORMAT} version {VERSION}; "
             "run prepare.py again"
@@ -309,43 +358,3 @@ def _check_size(shard: Shard, dtype: np.dtype) -> None:
             f"{shard.path}: {found:,} bytes, the manifest has {shard.tokens:,} tokens of {dtype.itemsize} bytes "
             f"({shard.tokens * dtype.itemsize:,}); restore the shard or run prepare.py again"
         )
-
-
-def verify(data_dir: Path) -> list[str]:
-    """Read all data and return what is wrong with it, a line each; empty if every hash, count and id is right.
-
-    Checks the tokenizer's file, each shard, each split's stream, and that ids are within the vocabulary. Raises
-    InputError as `load_manifest`.
-    """
-    data_dir = Path(data_dir)
-    manifest = load_manifest(data_dir)
-    problems = []
-    entry = manifest["tokenizer"]
-    try:
-        if hashlib.sha256((data_dir / entry["file"]).read_bytes()).hexdigest() != entry["sha256"]:
-            problems.append(f"{data_dir / entry['file']}: not the tokenizer the data was made with")
-    except OSError:
-        problems.append(f"{data_dir / entry['file']}: missing")
-    for split in SPLITS:
-        try:
-            stream = open_split(data_dir, split)
-        except InputError as e:
-            problems.append(str(e))
-            continue
-        expected = {shard["file"]: shard["sha256"] for shard in manifest["splits"][split]["shards"]}
-        stream_sha = hashlib.sha256()
-        for shard in stream.shards:
-            shard_sha = hashlib.sha256()
-            highest = 0
-            for first in range(0, shard.tokens, 1 << 22):
-                ids = stream._read_shard(shard, first, min(1 << 22, shard.tokens - first))
-                shard_sha.update(ids.tobytes())
-                stream_sha.update(ids.tobytes())
-                highest = max(highest, int(ids.max()))
-            if shard_sha.hexdigest() != expected[shard.path.name]:
-                problems.append(f"{shard.path}: its content has changed since it was written (sha256)")
-            if highest >= stream.vocab_size:
-                problems.append(f"{shard.path}: id {highest} is outside the vocabulary of {stream.vocab_size}")
-        if stream_sha.hexdigest() != stream.digest:
-            problems.append(f"{data_dir}: the {split} stream is not the manifest's (sha256)")
-    return problems

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourscale.config import say
+from fourscale.cli import say
 from fourscale.parallel import Topology
 
 
@@ -31,6 +31,18 @@ def finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
+def progress(epochs: dict[str, float]) -> dict[str, Any]:
+    """Fields of a metrics row: how often the data, or each data set of a mixture, has been read."""
+    rounded = {name: round(value, 6) for name, value in epochs.items()}
+    return {"epochs": rounded} if len(rounded) > 1 else {"epoch": next(iter(rounded.values()))}
+
+
+def held_out_fields(loss: float, losses: dict[str, float]) -> dict[str, Any]:
+    """Fields of a metrics row and of step.json: the held-out loss, and that of each data set of a mixture."""
+    fields: dict[str, Any] = {"val_loss": finite(loss)}
+    return fields | ({"val_losses": {k: finite(v) for k, v in losses.items()}} if len(losses) > 1 else {})
+
+
 @dataclass
 class Pending:
     """An update whose loss and norm are still on the device."""
@@ -39,7 +51,7 @@ class Pending:
     tokens: int  # supervised, since the run began
     count: int  # supervised in this update, over all ranks
     lr: float
-    epoch: float
+    epochs: dict[str, float]  # of each data set by its name
     data_ms: float
     loss_sum: Tensor  # nats, this rank's
     norm: Tensor
@@ -78,8 +90,9 @@ class Meter:
         if self.topology.device.type == "cuda":
             torch.cuda.synchronize(self.topology.device)
 
-    def flush(self, val_loss: float | None = None, aloud: bool = True) -> None:
-        """Write the rows of all pending updates (`val_loss` to the last one); rank 0 prints a line. Collective."""
+    def flush(self, held_out: dict[str, Any] | None = None, aloud: bool = True) -> None:
+        """Write the rows of all pending updates (`held_out`, the fields of an evaluation, to the last one); rank 0
+        prints a line. Collective."""
         if not self.pending:
             return
         rows = self.pending
@@ -107,11 +120,11 @@ class Meter:
                 "data_ms": round(p.data_ms, 3),
                 "tokens_per_s": round(rate, 1),
                 "mfu": mfu,
-                "epoch": round(p.epoch, 6),
+                **progress(p.epochs),
                 "skipped": self.skipped,
             }
-            if val_loss is not None and p is rows[-1]:
-                row["val_loss"] = finite(val_loss)
+            if held_out is not None and p is rows[-1]:
+                row |= held_out
             lines.append(json.dumps(row))
         if not self.topology.main:
             return

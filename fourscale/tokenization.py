@@ -10,6 +10,7 @@ A lone surrogate is not text (UTF-8 can't hold it) and is refused, not replaced.
 
 from __future__ import annotations
 
+import array
 import functools
 import hashlib
 import importlib.util
@@ -18,7 +19,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import tiktoken
 import tiktoken.load
 import tokenizers
 
-from fourscale.config import InputError, parse_count
+from fourscale.cli import InputError, parse_count
 
 EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -82,38 +82,37 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text, without end-of-text. Raises InputError for a lone surrogate or, by char, for a
         character outside the vocabulary."""
-        return self._encode(text).tolist()
+        return np.asarray(self._encode(text)).tolist()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `encode`, on all cores: one integer array per text. Raises as `encode`."""
+    def encode_documents(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of documents, each with end-of-text after it, uint32 [n]; and where each ends, int64 [documents].
+        Raises as `encode`."""
+        flat, ends = array.array("I"), []
         if self._encoding is None and self.kind not in ("byte", "char"):
             for text in texts:
                 _utf8(text)
-            encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(one.ids, np.uint32) for one in encoded]
-        if self._encoding is None or len(texts) < 2:
-            return [self._encode(text) for text in texts]
-        threads = min(16, os.cpu_count() or 1)
-        size = -(-len(texts) // (4 * threads))  # a task per text would cost more than encoding a short text
-        groups = [texts[i : i + size] for i in range(0, len(texts), size)]
-        with ThreadPoolExecutor(threads) as pool:
-            return [ids for part in pool.map(lambda group: [self._encode(t) for t in group], groups) for ids in part]
+            encoded: Iterable[list[int]] = (
+                one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            )
+        else:
+            encoded = map(self._encode, texts)
+        for ids in encoded:
+            flat.fromlist(ids) if isinstance(ids, list) else flat.frombytes(ids.astype(np.uint32).tobytes())
+            flat.append(self.eot_id)
+            ends.append(len(flat))
+        return np.frombuffer(flat, np.uint32), np.array(ends, np.int64)
 
-    def _encode(self, text: str) -> np.ndarray:
+    def _encode(self, text: str) -> list[int] | np.ndarray:
+        data = _utf8(text)
         if self.kind == "byte":
-            return np.frombuffer(_utf8(text), np.uint8)
+            return np.frombuffer(data, np.uint8)
         if self.kind == "char":
             return self._encode_chars(text)
         if self._encoding is not None and not _has_long_whitespace(text):
-            try:
-                return self._encoding.encode_to_numpy(text, disallowed_special=())
-            except UnicodeEncodeError:
-                _utf8(text)
-        _utf8(text)
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+            return self._encoding.encode_ordinary(text)
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def _encode_chars(self, text: str) -> np.ndarray:
-        _utf8(text)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
         if (ids < 0).any():
@@ -175,6 +174,10 @@ class Tokenizer:
             f.write(self._data)
             f.flush()
             os.fsync(f.fileno())
+        return self.entry()
+
+    def entry(self) -> dict[str, Any]:
+        """What a manifest or a run says of this tokenizer."""
         return {
             "kind": self.kind,
             "file": FILE,

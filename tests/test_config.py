@@ -3,7 +3,8 @@
 import pytest
 
 from fourscale.budget import count_parameters, peak_flops, plan, size_model
-from fourscale.config import InputError, ModelConfig, TrainConfig, from_toml, parse
+from fourscale.cli import InputError, from_toml, parse
+from fourscale.config import ModelConfig, TrainConfig
 
 
 @pytest.mark.parametrize("flag", ["--local-bsz", "--local_bsz"])

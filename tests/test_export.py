@@ -9,8 +9,9 @@ from conftest import one_error, run
 
 import export_hf
 from fourscale import hf, tokenization
-from fourscale.config import InputError, ModelConfig, RunFailed
-from fourscale.model import GPT
+from fourscale.cli import InputError, RunFailed
+from fourscale.config import ModelConfig
+from fourscale.model import GPT, document_starts
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
 
@@ -31,9 +32,9 @@ def tokenizer_of(spec="char"):
     return tokenization.build(spec, lambda: iter(CORPUS))
 
 
-def model_of(family="gpt2", tie=True, vocab_size=None, seed=0):
+def model_of(family="gpt2", tie=True, vocab_size=None, seed=0, **more):
     arch, changes, _ = FAMILIES[family]
-    shape = {"n_kv_heads": 4, "tie": tie, "norm_eps": 3e-5, "dropout": 0.1} | changes
+    shape = {"n_kv_heads": 4, "tie": tie, "norm_eps": 3e-5, "dropout": 0.1} | changes | more
     model = GPT(
         ModelConfig(arch, 32, 2, 4, d_ff=48, ctx=24, vocab_size=vocab_size or tokenizer_of().vocab_size, **shape)
     )
@@ -219,6 +220,52 @@ def test_held_out_text_is_compared_where_there_is_some(tmp_path):
     agreement = export_hf.publish(tmp_path / "hf", model_of(vocab_size=257), tokenizer, "# card\n", ids)
     assert agreement.held_out and agreement.tokens == 48 + 24
     assert "random ids and held-out text" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
+
+
+MASKED_WRONG = WRONG_WEIGHTS | {
+    "end-of-text row": lambda out: out["transformer.wte.weight"][tokenizer_of().eot_id, 3].add_(0.5),
+}
+
+
+def masked_model_of(family="gpt2"):
+    tokenizer = tokenizer_of()
+    return model_of(family, tie=False, doc_mask=True, eot_id=tokenizer.eot_id), tokenizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_document_mask_is_compared_document_by_document(tmp_path, family):
+    model, tokenizer = masked_model_of(family)
+    eot = tokenizer.eot_id
+    held_out = torch.tensor([[eot, 1, 2, eot, eot, *range(3, 22)], [*range(1, 24), eot]])
+    assert eot not in range(1, 24)
+    parts = export_hf.comparable(model, held_out)
+    assert [len(p) for p in parts] == [3, 1, 20, 23, 1] and torch.equal(torch.cat(parts), held_out.flatten())
+    random = export_hf.random_ids(model, tokenizer.vocab_size)
+    assert [len(p) for p in export_hf.comparable(model, random)] == [24, 24] and random[1, 0] == eot  # every position
+    agreement = export_hf.publish(tmp_path / "hf", model, tokenizer, "# card\n", held_out)
+    assert agreement.difference < 1e-5 * agreement.largest and agreement.tokens == 48 + 48
+
+    theirs, _ = export_hf.load_as_user(tmp_path / "hf")
+    assert export_hf.compare_logits(model, theirs, held_out)[0] > 0.1  # uncut, transformers sees other documents
+    positions = torch.arange(24) - document_starts(held_out, eot)  # what the card tells users
+    with torch.no_grad():
+        apart = theirs(held_out, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(apart, model(held_out), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MASKED_WRONG)
+def test_a_wrong_weight_of_a_model_with_document_mask_is_not_published(tmp_path, monkeypatch, name):
+    model, tokenizer = masked_model_of()
+    monkeypatch.setattr(hf, "to_hf", tampered(MASKED_WRONG[name]))
+    refused(tmp_path, RunFailed, "nothing was published", model, tokenizer)
+
+
+@pytest.mark.slow
+def test_the_door_exports_a_run_with_document_mask_and_says_so(trained, tmp_path):
+    out = tmp_path / "hf"
+    run("export_hf.py", "--ckpt", trained("--doc-mask", "--arch", "modern"), "--out", out)
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "trained with document masking" in card and "restart at each `<|endoftext|>`" in card
 
 
 def test_the_door_exports_a_trained_run_with_its_provenance(trained, tmp_path):

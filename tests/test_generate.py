@@ -12,7 +12,8 @@ from transformers.generation.logits_process import (
 )
 
 from fourscale import tokenization
-from fourscale.config import InputError, ModelConfig, RunFailed, SampleConfig
+from fourscale.cli import InputError, RunFailed
+from fourscale.config import ModelConfig, SampleConfig
 from fourscale.generate import Decoding, choose, filter_logits, generate, next_logits, sample_generators
 from fourscale.model import GPT
 from sample import SEPARATOR, continuation, encode_prompt

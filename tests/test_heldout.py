@@ -11,7 +11,8 @@ from conftest import ROOT, one_error, rows, run
 
 import eval_ppl
 from fourscale import heldout, shards, tokenization
-from fourscale.config import EvalConfig, InputError, ModelConfig
+from fourscale.cli import InputError
+from fourscale.config import EvalConfig, ModelConfig
 from fourscale.model import GPT
 from fourscale.parallel import Topology
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fourscale.budget import size_model
-from fourscale.config import InputError, ModelConfig
+from fourscale.cli import InputError
+from fourscale.config import ModelConfig
 from fourscale.model import GPT
 from fourscale.optim import (
     Muon,

@@ -1,13 +1,15 @@
 """Which window is sample i: each once an epoch, by one rank, whatever the topology."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourscale.budget import updates_for
-from fourscale.config import InputError
-from fourscale.order import Order, key64, permute, supervised, update_rows
+from fourscale.cli import InputError
+from fourscale.order import Mixture, Order, key64, permute, supervised, update_rows
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63))
@@ -88,3 +90,63 @@ def test_random_sampling_reaches_every_legal_start_and_repeats():
 def test_a_stream_shorter_than_a_window_is_refused():
     with pytest.raises(InputError, match="ctx \\+ 1 = 33"):
         Order(32, 32, seed=0)
+
+
+def test_the_order_is_pinned():
+    # A run that is resumed by a later version must go on with the same samples.
+    assert Order(10_001, 32, seed=7).starts(np.arange(6)).tolist() == [96, 7072, 1376, 352, 5248, 3232]
+    assert Order(100_000, 64, seed=3, sampling="random").starts(np.arange(4)).tolist() == [70088, 69463, 25492, 62771]
+    mixed = Mixture([10_001, 5_000], [Fraction(7, 10), Fraction(3, 10)], 32, seed=7)
+    assert [x.tolist() for x in mixed.starts(np.arange(6))] == [[0, 0, 1, 1, 0, 1], [5632, 5248, 320, 1088, 7072, 1056]]
+
+
+@pytest.mark.parametrize("sampling", ["epoch", "random"])
+@pytest.mark.parametrize("total", [1 + 32 * 7, 10_001])
+def test_a_mixture_of_one_is_its_order(total, sampling):
+    index = np.arange(5_000).reshape(50, 100)
+    parts, starts = Mixture([total], [Fraction(1)], 32, 7, sampling).starts(index)
+    assert np.array_equal(starts, Order(total, 32, 7, sampling).starts(index))
+    assert not parts.any() and parts.shape == index.shape
+
+
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 2**32), st.integers(0, 10**12))
+@settings(max_examples=60, deadline=None)
+def test_every_block_of_a_mixture_holds_exactly_its_shares(counts, seed, first):
+    mixture = Mixture([10_000] * len(counts), [Fraction(c, sum(counts)) for c in counts], 32, seed)
+    share = np.array(counts) // np.gcd.reduce(counts)
+    block, blocks = int(share.sum()), 5
+    index = first * block + np.arange(blocks * block)
+    parts, within = mixture.locate(index)
+    for b in range(blocks):
+        assert np.array_equal(np.bincount(parts[b * block : (b + 1) * block], minlength=len(counts)), share)
+    for k, w in enumerate(share):  # a part's samples are numbered without a gap or a repeat
+        assert np.array_equal(np.sort(within[parts == k]), first * w + np.arange(blocks * w))
+    some = index[::-3]  # a sample doesn't depend on those asked for with it
+    assert np.array_equal(mixture.locate(some)[0], parts[::-3]) and np.array_equal(
+        mixture.locate(some)[1], within[::-3]
+    )
+
+
+def test_a_mixture_has_no_pattern_and_the_same_text_twice_has_two_orders():
+    mixture = Mixture([100_000, 100_000], [Fraction(1, 2), Fraction(1, 2)], 32, seed=3)
+    parts, starts = mixture.starts(np.arange(2_000))
+    assert abs((parts[::2] == 0).mean() - 0.5) < 0.05  # standard deviation 0.016
+    assert not np.array_equal(starts[parts == 0], starts[parts == 1])
+    assert mixture.epochs(2_000) == pytest.approx([1_000 / mixture.orders[0].n_windows] * 2)
+    other = Mixture([100_000, 100_000], [Fraction(1, 2), Fraction(1, 2)], 32, seed=4)
+    assert not np.array_equal(other.starts(np.arange(2_000))[0], parts)
+
+
+def test_a_part_of_a_mixture_sees_each_window_once_an_epoch():
+    mixture = Mixture([20_000, 9_000, 700], [Fraction(1, 2), Fraction(1, 3), Fraction(1, 6)], 32, seed=1)
+    parts, starts = mixture.starts(np.arange(6_000))
+    for k, order in enumerate(mixture.orders):
+        # Blocks of 6 samples: an epoch's last samples may stand a few places into the next.
+        first_epoch = starts[parts == k][: order.n_windows // 3 * 3 - 3]
+        assert np.unique(first_epoch).size == first_epoch.size
+
+
+def test_shares_too_fine_to_be_exact_are_refused():
+    Mixture([1_000] * 2, [Fraction(1, 10**6), 1 - Fraction(1, 10**6)], 32, seed=0)
+    with pytest.raises(InputError, match=r"--data: the weights are exact only in 1,000,001 samples"):
+        Mixture([1_000] * 2, [Fraction(1, 1_000_001), Fraction(1_000_000, 1_000_001)], 32, seed=0)

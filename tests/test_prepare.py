@@ -1,9 +1,11 @@
 """prepare.py: sources, the split, the directory, and what happens when it's stopped or misused."""
 
+import contextlib
 import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +14,14 @@ from pathlib import Path
 
 import filelock
 import pytest
+from conftest import run as door
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare
-from fourscale import shards, sources, tokenization
-from fourscale.config import InputError, PrepareConfig, RunFailed
+from fourscale import assembly, audit, encoding, shards, sources, tokenization
+from fourscale.cli import InputError, RunFailed
+from fourscale.config import PrepareConfig
 
 DOOR = str(Path(prepare.__file__).resolve())
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "slept", "naïve", "中文"]
@@ -76,7 +80,7 @@ def test_stdlib_end_to_end(tmp_path, monkeypatch, capsys, tokenizer):
     assert [t for t in expected if t in set(train)] == train  # in the order of the source
 
     manifest = shards.load_manifest(out)
-    assert manifest["license"] == "PSF-2.0" and manifest["source"]["name"] == "stdlib"
+    assert manifest["license"] == "PSF-2.0" and [each["name"] for each in manifest["sources"]] == ["stdlib"]
     assert (manifest["normalisation"], manifest["deduplication"]) == ("none", "none")
     assert manifest["tokenizer"]["padded_vocab_size"] % 64 == 0 and manifest["code"]
     assert len(manifest["splits"]["train"]["shards"]) > 1
@@ -84,7 +88,7 @@ def test_stdlib_end_to_end(tmp_path, monkeypatch, capsys, tokenizer):
         part = manifest["splits"][split]
         assert part["documents"] == len(texts) and part["text_bytes"] == sum(len(t.encode()) for t in texts)
         assert shards.open_split(out, split).text_bytes == part["text_bytes"]
-    assert shards.verify(out) == []
+    assert audit.verify(out) == []
     assert not list(out.glob("*unfinished*"))
     said = capsys.readouterr().out
     total = sum(part["tokens"] for part in manifest["splits"].values())
@@ -95,7 +99,6 @@ def test_text_is_left_as_it_is(tmp_path, monkeypatch, capsys):
     texts = [
         "\ufeffbom\r\nand\rlines\n",
         "nul \0 here",
-        "",
         "a <|endoftext|> b",
         " \n ",
         "e\u0301 \u00e9 ﬁ",
@@ -103,9 +106,11 @@ def test_text_is_left_as_it_is(tmp_path, monkeypatch, capsys):
     ]
     for tokenizer in ("byte", "bpe:300", "char", "gpt2"):
         out = tmp_path / tokenizer
-        run(monkeypatch, "--dataset", jsonl(tmp_path / "odd.jsonl", texts), "--out", out, "--tokenizer", tokenizer)
+        odd = jsonl(tmp_path / "odd.jsonl", [*texts[:3], "", *texts[3:]])
+        run(monkeypatch, "--dataset", odd, "--out", out, "--tokenizer", tokenizer)
         assert sorted(split_texts(out, "train") + split_texts(out, "val")) == sorted(texts)
-    assert "licence: unknown; pass --license" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "licence: unknown; pass --license" in said and f"{len(texts)} written + 1 empty" in said
 
 
 def test_the_door_from_another_directory(tmp_path):
@@ -170,35 +175,28 @@ def test_val_docs_is_exact_whatever_the_order(tmp_path, monkeypatch, count):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.text(max_size=3), max_size=40), st.integers(1, 12))
-def test_the_threshold_is_that_of_the_smallest_hashes(texts, count):
-    distinct = sorted({prepare.document_hash(text.encode()) for text in texts})
-    documents = [sources.Document(text, "") for text in texts]
+@given(st.lists(st.integers(0, 50)), st.integers(1, 12))
+def test_the_threshold_is_that_of_the_smallest_hashes(hashes, count):
+    distinct = sorted(set(hashes))
     if len(distinct) <= count:
         with pytest.raises(InputError, match=f"has {len(distinct)} distinct documents"):
-            prepare.threshold_for_count(documents, count)
+            encoding.threshold_for_count(hashes, count)
     else:
-        threshold = prepare.threshold_for_count(documents, count)
+        threshold = encoding.threshold_for_count(hashes, count)
         assert [h for h in distinct if h < threshold] == distinct[:count]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.text(max_size=2), max_size=40), st.sampled_from((0.001, 0.02, 0.5)))
-def test_a_share_holds_out_at_least_one(texts, share):
-    hashes = [prepare.document_hash(text.encode()) for text in texts]
-    threshold = prepare.threshold_for_share((sources.Document(text, "") for text in texts), share)
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=40), st.sampled_from((0.001, 0.02, 0.5)))
+def test_a_share_holds_out_at_least_one(hashes, share):
+    threshold = encoding.threshold_for_share(hashes, share)
     below = {h for h in hashes if h < share * 2**64}
     assert {h for h in hashes if h < threshold} == (below or {min(hashes)} if hashes else set())
 
 
-def test_the_hash_is_fixed_for_ever():
-    assert prepare.document_hash(b"") == 1415305726117121671
-    assert prepare.document_hash("naïve 中文".encode()) == 11328125013702363587
-
-
 def test_the_tokenizer_learns_from_the_training_side(tmp_path, monkeypatch):
     texts = [*stories(60), "zqzqzqzqzqzq " * 500]
-    held = [t for t in texts if prepare.document_hash(t.encode()) < prepare.document_hash(texts[-1].encode()) + 1]
+    held = [t for t in texts if encoding.text_hash(t) < encoding.text_hash(texts[-1]) + 1]
     out = prepared(tmp_path, monkeypatch, "a", texts, "--val-docs", len(held), "--tokenizer", "bpe:400")
     tokenizer = tokenization.load(out, shards.load_manifest(out)["tokenizer"])
     assert len(tokenizer.encode("zqzqzqzq")) == 8
@@ -206,7 +204,7 @@ def test_the_tokenizer_learns_from_the_training_side(tmp_path, monkeypatch):
 
 
 def test_a_character_of_the_held_out_side_has_an_id(tmp_path, monkeypatch):
-    odd = next(c for c in map(chr, range(0x4E00, 0x9FFF)) if prepare.document_hash(c.encode()) < 2**57)
+    odd = next(c for c in map(chr, range(0x4E00, 0x9FFF)) if encoding.text_hash(c) < 2**57)
     out = prepared(tmp_path, monkeypatch, "a", [odd, *stories(60)], "--tokenizer", "char")
     assert odd in split_texts(out, "val")
 
@@ -214,14 +212,14 @@ def test_a_character_of_the_held_out_side_has_an_id(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("texts", "args", "message"),
     (
-        (["alone\n"], (), "none of its 1 documents is left for the train split; give more text"),
-        (["same\n"] * 9, (), "none of its 9 documents is left for the train split"),
-        ([], (), "none of its 0 documents is left for the train split"),
+        (["alone\n"], (), "no text for the train split: 1 documents are not empty"),
+        (["same\n"] * 9, (), "no text for the train split: 9 documents are not empty"),
+        ([], (), "no text for the train split: 0 documents are not empty"),
         (["same\n"] * 9, ("--val-docs", 1), "the corpus has 1 distinct documents, which leaves none to train on"),
         (stories(30), ("--val-docs", 30), "the corpus has 30 distinct documents"),
         (stories(30), ("--val-docs", 0), "--val-docs 0: hold out at least 1"),
         (stories(30), ("--val-fraction", 1), "--val-fraction 1.0: give a share above 0 and below 1"),
-        (stories(30), ("--val-fraction", "0.999999"), "none of its 30 documents is left for the train split"),
+        (stories(30), ("--val-fraction", "0.999999"), "no text for the train split: 30 documents are not empty"),
         (stories(30), ("--shard-tokens", 0), "--shard-tokens 0"),
     ),
 )
@@ -238,7 +236,7 @@ def test_one_plain_text_file_has_two_sides(tmp_path, monkeypatch):
     run(monkeypatch, "--dataset", tmp_path / "book.txt", "--out", tmp_path / "data", "--tokenizer", "byte")
     units = [d.text for d in sources.open_source(str(tmp_path / "book.txt")).documents()]
     assert "".join(units) == "\n\n".join(paragraphs)
-    assert all(4096 <= len(unit) < 6000 and unit.endswith("\n\n") for unit in units[:-1])
+    assert all(4096 <= len(unit.encode()) < 6000 and unit.endswith("\n\n") for unit in units[:-1])
     assert set(split_texts(tmp_path / "data", "train")) | set(split_texts(tmp_path / "data", "val")) == set(units)
 
 
@@ -288,33 +286,112 @@ def test_a_changed_tokenizer_file_is_another_command(tmp_path, monkeypatch, caps
         run(monkeypatch, *args)
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_killed_in_the_middle_leaves_nothing_trainable(tmp_path, monkeypatch, capsys):
-    corpus = jsonl(tmp_path / "a.jsonl", stories(25_000))
-    args = ["--dataset", corpus, "--tokenizer", "gpt2", "--shard-tokens", "20_000"]
-    out = tmp_path / "data"
-    child = subprocess.Popen([sys.executable, DOOR, *map(str, args), "--out", str(out)], stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(6000):
-            if (out / prepare.UNFINISHED / "train_001.bin").exists():
-                break
+def files_of(out):
+    """Every file of a finished directory but the lock."""
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}  # a directory would raise
+
+
+def children_of(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def journal_of(out):
+    with contextlib.suppress(OSError):
+        return json.loads((out / assembly.UNFINISHED / "journal.json").read_text())
+    return {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_killed_ten_times_it_ends_with_the_same_bytes(tmp_path):
+    """SIGKILL at random moments, while the tokenizer is trained and while two processes encode."""
+    rng = random.Random(7)
+    words = [f"{a}{b}" for a in ("ka", "lo", "mi", "re", "tu") for b in range(150)]
+    for name, seed in (("a", 1), ("b", 2)):
+        draw = random.Random(seed)
+        texts = [f"{i} {' '.join(draw.choices(words, k=150))}" for i in range(9_000)]
+        jsonl(tmp_path / f"{name}.jsonl", [*texts, *texts[:100]])
+    args = ["--dataset", f"{tmp_path}/a.jsonl:0.6", "--dataset", f"{tmp_path}/b.jsonl:0.4", "--tokenizer", "bpe:2000"]
+    args += ["--shard-tokens", "300_000", "--workers", "2", "--dedup", "--val-fraction", "0.05"]
+    started = time.monotonic()
+    clean = launch(*args, "--out", tmp_path / "clean")
+    assert clean.returncode == 0, clean.stderr
+    took = time.monotonic() - started
+
+    out, phases = tmp_path / "data", []
+    reached = {
+        "before": lambda table: True,
+        "tokenizer": lambda t: "threshold" in t,
+        "encoding": lambda t: "tokenizer" in t,
+    }
+    for wanted in ("before", *["tokenizer"] * 3, *["encoding"] * 6):
+        child = subprocess.Popen(
+            [sys.executable, DOOR, *map(str, args), "--out", str(out)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while child.poll() is None and not reached[wanted](journal_of(out)):
             time.sleep(0.01)
-    finally:
+        time.sleep(rng.random() * (took / 3 if wanted == "encoding" else 0.5))
+        if child.poll() is not None:
+            break
+        workers = children_of(child.pid)
         child.send_signal(signal.SIGKILL)
         child.wait()
-    assert (out / prepare.UNFINISHED / "train_001.bin").exists()  # stopped in the middle, not before or after
-    with pytest.raises(InputError, match="no finished data"):
-        shards.open_split(out, "train")
-    assert not list(out.glob("*.bin"))
-    jsonl(corpus, stories(200))
-    run(monkeypatch, *args, "--out", out)
-    assert "removing what an interrupted run left" in capsys.readouterr().out
-    run(monkeypatch, *args, "--out", tmp_path / "clean")
-    assert digests(out) == digests(tmp_path / "clean") and shards.verify(out) == []
-    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / "clean").iterdir())
+        table = journal_of(out)
+        phases.append("encoding" if "tokenizer" in table else "tokenizer" if "threshold" in table else "before")
+        with pytest.raises(InputError, match=r"no such data directory|no finished data"):
+            shards.open_split(out, "train")
+        deadline = time.monotonic() + 10
+        while any(alive(pid) for pid in workers):
+            assert time.monotonic() < deadline, "a worker outlived its parent"
+            time.sleep(0.05)
+    assert len(phases) >= 5 and {"tokenizer", "encoding"} <= set(phases), phases
+    done = launch(*args, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert files_of(out) == files_of(tmp_path / "clean") and audit.verify(out) == []
 
 
-def test_stopped_while_publishing(tmp_path, monkeypatch):
+def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path):
+    corpus = jsonl(tmp_path / "a.jsonl", stories(30_000))
+    made = []
+    for workers in (1, 2, 3):
+        out = tmp_path / f"w{workers}"
+        done = launch("--dataset", corpus, "--tokenizer", "bpe:400", "--out", out, "--workers", workers)
+        assert done.returncode == 0, done.stderr
+        made.append(files_of(out))
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_worker_that_dies_is_told(tmp_path):
+    corpus = jsonl(tmp_path / "a.jsonl", stories(60_000) * 4)
+    args = [sys.executable, DOOR, "--dataset", str(corpus), "--out", str(tmp_path / "data"), "--workers", "2"]
+    child = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    spawned = []
+    while child.poll() is None and not spawned:
+        for pid in children_of(child.pid):
+            with contextlib.suppress(OSError):
+                if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
+                    spawned.append(pid)
+        time.sleep(0.01)
+    os.kill(spawned[-1], signal.SIGKILL)
+    _, err = child.communicate(timeout=60)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert child.returncode == 1 and len(lines) == 1 and "run the same command to go on" in lines[0], err
+    assert "Traceback" not in err
+
+
+def test_another_command_does_not_touch_unfinished_work(tmp_path, monkeypatch):
     corpus = jsonl(tmp_path / "a.jsonl", stories())
     args = ["--dataset", corpus, "--tokenizer", "byte", "--out", tmp_path / "data"]
 
@@ -322,21 +399,59 @@ def test_stopped_while_publishing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "write_manifest", stop)
-        run(patch, *args, "--shard-tokens", 1000)
-    assert (tmp_path / "data" / "train_003.bin").exists()
-    with pytest.raises(InputError, match="no finished data"):
-        shards.open_split(tmp_path / "data", "train")
-    run(monkeypatch, *args)
-    assert [p.name for p in sorted((tmp_path / "data").glob("*.bin"))] == ["train_000.bin", "val_000.bin"]
-    assert shards.verify(tmp_path / "data") == []
+        patch.setattr(assembly.Assembly, "run", stop)
+        run(patch, *args)
+    with pytest.raises(
+        InputError, match=r"unfinished work of a command with --val-docs None \(now 5\); give that again"
+    ):
+        run(monkeypatch, *args, "--val-docs", 5)
+    jsonl(corpus, stories(299))
+    with pytest.raises(InputError, match="input files have changed since this work was begun"):
+        run(monkeypatch, *args)
+    jsonl(corpus, stories())
+    monkeypatch.setattr(assembly, "__version__", "9.9")
+    with pytest.raises(InputError, match=r"input files have changed|begun by fourscale"):
+        run(monkeypatch, *args)
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_stopped_while_publishing(tmp_path, monkeypatch, at):
+    """At any of its renames, the manifest's the last of them; or when only rubbish is left to remove."""
+    corpus = jsonl(tmp_path / "a.jsonl", stories())
+    args = ["--dataset", corpus, "--tokenizer", "byte", "--shard-tokens", 10_000, "--out"]
+    run(monkeypatch, *args, tmp_path / "clean")
+    out, moved, replace, remove = tmp_path / "data", [], Path.replace, shutil.rmtree
+    assert len(files_of(tmp_path / "clean")) == 7
+
+    def counted(path, target):
+        if Path(target).parent == out:
+            if len(moved) == at:
+                raise KeyboardInterrupt
+            moved.append(target)
+        return replace(path, target)
+
+    def stopped(path, *args, **kw):
+        if Path(path).name == assembly.UNFINISHED:
+            raise KeyboardInterrupt
+        return remove(path, *args, **kw)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", counted)
+        patch.setattr(shutil, "rmtree", stopped)
+        run(patch, *args, out)
+    assert len(moved) == at
+    if at < 7:
+        with pytest.raises(InputError, match="no finished data"):
+            shards.open_split(out, "train")
+    run(monkeypatch, *args, out)
+    assert files_of(out) == files_of(tmp_path / "clean") and audit.verify(out) == []
 
 
 def test_shards_of_unknown_origin_are_left_alone(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train_000.bin").write_bytes(b"mine")
     args = ["--dataset", jsonl(tmp_path / "a.jsonl", stories()), "--tokenizer", "byte", "--out", tmp_path / "data"]
-    with pytest.raises(InputError, match=r"holds train_000\.bin but no manifest; use another --out"):
+    with pytest.raises(InputError, match=r"holds train_000\.bin but no manifest; to train on shards of other origin"):
         run(monkeypatch, *args)
     assert (tmp_path / "data" / "train_000.bin").read_bytes() == b"mine"
 
@@ -351,7 +466,7 @@ def test_two_at_once_in_one_directory(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    def full(self, ids, text_bytes):
+    def full(self, *_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards.ShardWriter, "add", full)
@@ -382,3 +497,118 @@ def test_the_unigram_bar_is_that_of_the_written_tokens(tmp_path, monkeypatch):
     train, val = (np.bincount(s.read(0, s.total), minlength=257) for s in streams.values())
     share = (train + 1) / (train + 1).sum()
     assert manifest["unigram_nats"] == pytest.approx(-(val * np.log(share)).sum() / val.sum())
+
+
+# ---- several sources, limits, malformed rows
+
+
+def test_shares_through_the_door(tmp_path, monkeypatch, capsys):
+    a, b = jsonl(tmp_path / "a.jsonl", stories(400, 1)), jsonl(tmp_path / "b.jsonl", stories(400, 2))
+    args = ["--dataset", f"{a}:0.7", "--dataset", f"{b}:0.3", "--tokenizer", "byte", "--val-fraction", 0.1]
+    run(monkeypatch, *args, "--max-tokens", "10_001", "--out", tmp_path / "cut", "--shard-tokens", 3000)
+    manifest = shards.load_manifest(tmp_path / "cut")
+    assert [source["train_tokens"] for source in manifest["sources"]] == [7001, 3000]
+    assert manifest["splits"]["train"]["tokens"] == 10_001 and audit.verify(tmp_path / "cut") == []
+    assert [shard["tokens"] for shard in manifest["splits"]["train"]["shards"]] == [3000, 3000, 1001, 3000]
+    said = capsys.readouterr().out
+    assert "a.jsonl: 7,001 training tokens (70.0030% asked: 7/10)" in said
+    total = sum(part["tokens"] for part in manifest["splits"].values())
+    assert f"wrote {tmp_path / 'cut'}: {total:,} tokens (0.000 GB) in" in said.splitlines()[-1]
+    run(monkeypatch, *args, "--out", tmp_path / "all")
+    tokens = [source["train_tokens"] for source in shards.load_manifest(tmp_path / "all")["sources"]]
+    assert abs(tokens[1] * 7 - tokens[0] * 3) <= 7 and sum(tokens) > 20_000
+    run(monkeypatch, *args, "--max-tokens", "1e6", "--out", tmp_path / "short")
+    assert f"note: the text has {sum(tokens):,} training tokens in these shares, fewer than" in capsys.readouterr().out
+
+
+def test_a_malformed_row_stops_and_skip_bad_goes_on_from_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(assembly, "COMMIT_SECONDS", 0.0)
+    texts = stories(30_000)
+    corpus = jsonl(tmp_path / "a.jsonl", texts)
+    lines = corpus.read_text().splitlines(keepends=True)
+    lines[25_000] = '{"text": 3}\n'
+    lines[27_000] = '{"text": "cut off\n'
+    corpus.write_text("".join(lines))
+    args = ["--dataset", corpus, "--tokenizer", "byte", "--out", tmp_path / "data"]
+    with pytest.raises(InputError, match=r"a\.jsonl:25001: "):
+        run(monkeypatch, *args)
+    assert "assembly" in journal_of(tmp_path / "data")
+    run(monkeypatch, *args, "--skip-bad")
+    said = capsys.readouterr().out
+    assert "going on after" in said and "skipped: " in said and "a.jsonl:27001: " in said
+    assert "rows read 30,000 = 29,998 written + 2 malformed" in said
+    run(monkeypatch, *args[:-1], tmp_path / "at once", "--skip-bad")
+    assert files_of(tmp_path / "data") == files_of(tmp_path / "at once")
+
+
+def test_groups_and_duplicates_are_on_record(tmp_path, monkeypatch, capsys):
+    rows = [{"text": t, "url": f"https://www.s{i % 20}.org/{i}"} for i, t in enumerate([*stories(200), *stories(30)])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = ["--dataset", tmp_path / "a.jsonl", "--tokenizer", "byte", "--group-field", "url", "--val-fraction", 0.2]
+    run(monkeypatch, *args, "--dedup", "--out", tmp_path / "data")
+    manifest = shards.load_manifest(tmp_path / "data")
+    assert manifest["deduplication"].startswith("first of texts that are") and "'url'" in manifest["split"]["rule"]
+    train, val = split_texts(tmp_path / "data", "train"), split_texts(tmp_path / "data", "val")
+    assert sorted(train + val) == sorted(stories(200)) and val
+    site = {row["text"]: row["url"].split("/")[2] for row in rows[:200]}
+    assert not {site[t] for t in train} & {site[t] for t in val}
+    assert "rows read 230 = 200 written + " in capsys.readouterr().out
+    run(monkeypatch, *args, "--out", tmp_path / "kept")
+    assert "duplicates kept; --dedup drops them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    (
+        (("--dataset", "a.jsonl", "--dataset", "b.jsonl", "--max-docs", 5), "--max-docs: counts the documents of one"),
+        (("--dataset", "a.jsonl:1", "--dataset", "b.jsonl:2", "--val-docs", 5), "--val-docs: chosen from all"),
+        (("--dataset", "a.jsonl", "--val-docs", 5, "--group-field", "n"), "--val-docs: chosen from all of the corpus"),
+        (("--dataset", "a.jsonl:0.5", "--dataset", "b.jsonl"), "--dataset"),
+        (("--dataset", "a.jsonl:0", "--dataset", "b.jsonl:1"), "--dataset"),
+        (("--dataset", "a.jsonl", "--max-tokens", 0), "--max-tokens 0: must be at least 1"),
+        (("--dataset", "a.jsonl", "--workers", 0), "--workers 0: must be at least 1"),
+        (("--dataset", "a.jsonl", "--group-field", "site"), "no field 'site'"),
+        (("--dataset", "a.jsonl", "--text-field", "body"), "no field 'body'"),
+    ),
+)
+def test_what_cannot_be_meant_is_refused_and_leaves_nothing(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl", stories(50)), jsonl(tmp_path / "b.jsonl", stories(50, 1))
+    with pytest.raises(InputError) as e:
+        run(monkeypatch, *args, "--tokenizer", "byte")
+    assert message in str(e.value) and "\n" not in str(e.value)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_plain_locale_and_odd_text(tmp_path):
+    """LC_ALL=C, names and text beyond ASCII, a line of 10 MB, CRLF, NUL and a byte order mark: all of it comes back."""
+    texts = ["naïve " * 1_500_000, "\ufeffmark\r\nCRLF \0 \u2028 中", *stories(50)]
+    jsonl(tmp_path / "größe.jsonl", texts)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))} | {"LC_ALL": "C"}
+    args = [sys.executable, DOOR, "--dataset", str(tmp_path / "größe.jsonl"), "--tokenizer", "bpe:300"]
+    done = subprocess.run([*args, "--out", str(tmp_path / "d")], capture_output=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(split_texts(tmp_path / "d", "train") + split_texts(tmp_path / "d", "val")) == sorted(texts)
+    assert b"longest document 10,500,000 bytes" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_wide_vocabulary_from_text_to_a_resumed_run(tmp_path):
+    """Above 65,536 ids shards are uint32, and nothing on the way to a sample wraps an id."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(5, 9))) for _ in range(60_000)]
+    texts = [" ".join(words[i : i + 50]) for i in range(0, len(words), 50)]
+    corpus = jsonl(tmp_path / "wide.jsonl", [f"{text} {i}" for i, text in enumerate(texts * 2)])
+    data, ckpt = tmp_path / "data", tmp_path / "ckpt"
+    door("prepare.py", "--dataset", corpus, "--tokenizer", "bpe:131072", "--out", data)
+    manifest = shards.load_manifest(data)
+    assert manifest["dtype"] == "uint32" and manifest["tokenizer"]["vocab_size"] > 100_000
+    stream = shards.open_split(data, "train")
+    assert stream.read(0, stream.total).max() > 65_535 and audit.verify(data) == []
+    assert set(split_texts(data, "train")) <= {f"{text} {i}" for i, text in enumerate(texts * 2)}
+    shape = ("--d-model", 16, "--n-layers", 1, "--n-heads", 2, "--ctx", 32, "--global-bsz", 8, "--steps", 6)
+    flags = ("--data", data, "--ckpt-dir", ckpt, *shape, "--eval-tokens", 300, "--backend", "gloo", "--resume", "auto")
+    door("train.py", *flags, "--stop-after", 3)
+    door("train.py", *flags)
+    assert (ckpt / "DONE.json").is_file()
+    door("sample.py", "--ckpt", ckpt, "--prompt", words[0], "--max-new-tokens", 8, "--temperature", 0)

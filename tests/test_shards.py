@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourscale import shards
-from fourscale.config import InputError
-from fourscale.shards import ShardWriter, load_manifest, open_split, verify
+from fourscale.audit import verify
+from fourscale.cli import InputError
+from fourscale.shards import ShardWriter, load_manifest, open_split
 
 VOCAB = 300
 
@@ -26,9 +27,10 @@ def write(directory, documents, shard_tokens=100, vocab_size=VOCAB, **manifest):
     splits = {}
     for split, docs in (("train", documents), ("val", [[1, 2, 3]])):
         writer = ShardWriter(directory, split, vocab_size, shard_tokens)
-        for ids in docs:
-            writer.add(np.array(ids), 2 * len(ids))
-        splits[split] = writer.finish()
+        for batch in (docs[:2], docs[2:]):
+            add(writer, batch)
+        splits[split] = shards.split_entry(writer.finish(), writer.stream_sha.hexdigest())
+        assert (splits[split]["tokens"], splits[split]["documents"]) == (writer.tokens, writer.documents)
     entry = {
         "file": "tokenizer.json",
         "vocab_size": vocab_size,
@@ -38,6 +40,12 @@ def write(directory, documents, shard_tokens=100, vocab_size=VOCAB, **manifest):
         directory, {"dtype": writer.dtype.name, "tokenizer": entry, "splits": splits, "license": None} | manifest
     )
     return directory
+
+
+def add(writer, docs):
+    """Documents (lists of ids), each as if it stood for two bytes of text a token."""
+    lengths = np.array([len(ids) for ids in docs], np.int64)
+    writer.add(np.array([i for ids in docs for i in ids], np.int64), np.cumsum(lengths), 2 * lengths)
 
 
 def documents(total=1000, seed=0, vocab_size=VOCAB):
@@ -109,8 +117,52 @@ def test_dtype_follows_the_padded_vocabulary(tmp_path, vocab_size, dtype):
 def test_an_id_outside_the_vocabulary_is_never_written(tmp_path, bad):
     writer = ShardWriter(tmp_path, "train", VOCAB, 100)
     with pytest.raises(InputError, match=f"train: id {bad} is outside the vocabulary of 300"):
-        writer.add(np.array([5, bad, 6]), 3)
+        add(writer, [[5, bad, 6]])
     assert writer.tokens == 0 and not list(tmp_path.iterdir())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    docs=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9), min_size=1, max_size=12),
+    shard_tokens=st.integers(1, 20),
+    commits=st.sets(st.integers(0, 11), max_size=4),
+)
+def test_a_writer_goes_on_from_its_last_commit(tmp_path_factory, docs, shard_tokens, commits):
+    """However much was written after it, and lost or not."""
+    whole = ShardWriter(tmp_path_factory.mktemp("whole"), "train", VOCAB, shard_tokens)
+    add(whole, docs)
+    directory = tmp_path_factory.mktemp("parts")
+    writer, start = ShardWriter(directory, "train", VOCAB, shard_tokens), 0
+    for at in sorted(commits):
+        add(writer, docs[start:at])
+        state = json.loads(json.dumps(writer.commit()))
+        add(writer, docs[at : at + 3])  # lost
+        writer._file and writer._file.flush()
+        writer, start = ShardWriter(directory, "train", VOCAB, shard_tokens, state), at
+    add(writer, docs[start:])
+    assert writer.finish() == whole.finish() and writer.finished == whole.finished
+    assert (writer.tokens, writer.documents, writer.text_bytes) == (whole.tokens, whole.documents, whole.text_bytes)
+    assert writer.stream_sha.hexdigest() == whole.stream_sha.hexdigest()
+    for shard in whole.finish():
+        assert (directory / shard["file"]).read_bytes() == (whole.directory / shard["file"]).read_bytes()
+
+
+@pytest.mark.parametrize("damage", ("flip", "cut", "remove"))
+@pytest.mark.parametrize("shard", ("train_000.bin", "train_002.bin"))
+def test_a_writer_refuses_shards_that_are_not_its_own(tmp_path, shard, damage):
+    writer = ShardWriter(tmp_path, "train", VOCAB, 10)
+    add(writer, documents(25))
+    state = writer.commit()
+    path = tmp_path / shard
+    data = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:] if damage == "flip" else data[:-1])
+    if (shard, damage) == ("train_002.bin", "flip"):
+        return  # not complete, so not hashed yet
+    with pytest.raises(InputError, match=rf"{shard}: not what an interrupted run wrote; delete"):
+        ShardWriter(tmp_path, "train", VOCAB, 10, state)
 
 
 # ---- reading
@@ -179,8 +231,8 @@ def test_no_directory_no_manifest_another_version(tmp_path):
     with pytest.raises(InputError, match=r"no manifest\.json, so no finished data; run python prepare\.py") as e:
         open_split(tmp_path, "train")
     write(tmp_path / "a", documents())
-    edit_manifest(tmp_path / "a", lambda m: m.update(version=2))
-    with pytest.raises(InputError, match="version 2, this code reads fourscale-shards version 1"):
+    edit_manifest(tmp_path / "a", lambda m: m.update(version=3))
+    with pytest.raises(InputError, match="version 3, this code reads fourscale-shards version 2"):
         load_manifest(tmp_path / "a")
     edit_manifest(tmp_path / "a", lambda m: (m.update(version=1), m["splits"].pop("val")))
     with pytest.raises(InputError, match="lacks 'val'"):
@@ -231,7 +283,7 @@ def test_an_id_outside_the_vocabulary_is_found_on_reading(tmp_path):
         f.seek(2 * 31)
         f.write((300).to_bytes(2, "little"))
     stream = open_split(data, "train")
-    with pytest.raises(InputError, match="train data: id 300 at position 231 is outside the vocabulary of 300") as e:
+    with pytest.raises(InputError, match=r"train_002\.bin: id 300 at token 31 is outside the vocabulary of 300") as e:
         stream.windows(np.array([0, 220]), 20)
     assert e.value.all_ranks
     problems = verify(data)

@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiktoken
 import tokenizers
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourscale import tokenization
-from fourscale.config import InputError
+from fourscale.cli import InputError
 from fourscale.tokenization import EOT, build, load
 
 LETTERS = "".join(map(chr, [*range(0x250), *range(0x300, 0x310), *range(0x4E00, 0x4E40), 0xFEFF, 0x1F600, 0x2028]))
@@ -126,12 +127,14 @@ def test_text_survives_and_ids_are_the_same_everywhere(made, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_equal_single_texts(made, kind):
+def test_documents_are_single_texts_and_their_ends(made, kind):
     tokenizer = made[kind][0]
     texts = (TRICKY + TEXTS) * 3
-    batch = [part.tolist() for part in tokenizer.encode_batch(texts)]
-    assert batch == [tokenizer.encode(text) for text in texts]
-    assert tokenizer.encode_batch([]) == []
+    ids, ends = tokenizer.encode_documents(texts)
+    assert (ids.dtype, ends.dtype, len(ends), ends[-1]) == (np.uint32, np.int64, len(texts), len(ids))
+    batch = [part.tolist() for part in np.split(ids, ends[:-1])]
+    assert batch == [[*tokenizer.encode(text), tokenizer.eot_id] for text in texts]
+    assert [part.tolist() for part in tokenizer.encode_documents([])] == [[], []]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +162,7 @@ def test_lone_surrogates_are_refused(made, kind):
         with pytest.raises(InputError, match="lone surrogate"):
             tokenizer.encode(text)
         with pytest.raises(InputError, match="lone surrogate"):
-            tokenizer.encode_batch(["fine", text])
+            tokenizer.encode_documents(["fine", text])
 
 
 def test_gpt2_is_openais(made):

@@ -1,0 +1,321 @@
+"""Verify what a run depends on, from end to end, and say in a line each what was found.
+
+    python check.py data ./data                                   # written by prepare.py: hashes, counts, ids, text
+    python check.py data ./a ./b --ctx 4096 --json checks.json    # several; each side must hold a window of --ctx
+    python check.py data fineweb10B                               # llm.c's, modded-nanogpt's or datatrove's shards
+    python check.py data nanogpt/data/openwebtext --data-dtype uint16 --tokenizer gpt2
+
+A line is a `pass`, a `FAIL` with its remedy, or a `note`. Exit code 0 if nothing failed, else 2. All data are read
+once; memory does not grow with them. A shard may be degenerate though its hash is right: constant, padded, a repeated
+piece, the same as another. Held-out windows are looked for at every position of the training set.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fourscale.cli import InputError, door, flag, parse, say
+from fourscale.config import CheckDataConfig
+
+if TYPE_CHECKING:
+    from fourscale.audit import Survey
+    from fourscale.shards import TokenStream
+    from fourscale.tokenization import Tokenizer
+
+Status = Literal["pass", "FAIL", "note"]
+SMALLEST_CTX = 256  # train.py's default on a CPU
+DEFAULT_CTX = 1024  # and on a GPU
+SAME_IDS = 0.95  # of a window's ids come back when its text is encoded again, unless another tokenizer made them
+SHOWN_IDS, ROUND_TRIP_IDS = 48, 512
+
+
+@dataclass
+class Report:
+    """The lines about one data set, printed as they come."""
+
+    data: str
+    checks: list[dict[str, str]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, status: Status, name: str, text: str) -> None:
+        self.checks.append({"status": status, "name": name, "text": text})
+        say(f"{status}  {name:10s} {text}")
+
+    def judge(self, name: str, problems: list[str], otherwise: str) -> None:
+        """A FAIL for each problem, or else a pass."""
+        for problem in problems:
+            self.add("FAIL", name, problem)
+        if not problems:
+            self.add("pass", name, otherwise)
+
+    @property
+    def failed(self) -> list[str]:
+        return [check["name"] for check in self.checks if check["status"] == "FAIL"]
+
+
+# ---- one data set ----------------------------------------------------------------------------------------------------
+
+
+def check_data(spec: str, cfg: CheckDataConfig) -> Report:
+    """All checks of one directory or set of shards."""
+    from fourscale import formats
+
+    report = Report(spec)
+    say(f"{spec}:")
+    started = time.monotonic()
+    try:
+        survey, tokenizer = (check_foreign if formats.is_foreign(spec) else check_prepared)(spec, cfg, report)
+    except InputError as e:
+        report.add("FAIL", "open", str(e))
+        return report
+    if survey is not None:
+        seconds = time.monotonic() - started
+        survey.close()
+        streams = survey.streams
+        check_length(streams, cfg.ctx, report)
+        check_sides(streams, report)
+        check_overlap(survey, tokenizer, cfg.max_overlap, report)
+        check_shards(survey, report)
+        if tokenizer is not None:
+            check_tokenizer(streams, tokenizer, report)
+        report.figures |= figures_of(survey)
+        size = sum(s.total * s.dtype.itemsize for s in streams.values()) / 1e6
+        report.add("note", "read", f"{size:,.1f} MB in {seconds:.1f} s ({size / max(seconds, 1e-9):,.0f} MB/s)")
+    return report
+
+
+def check_prepared(spec: str, cfg: CheckDataConfig, report: Report) -> tuple[Survey | None, Tokenizer | None]:
+    """Compare a prepared directory with its manifest. Survey None where a side can't be opened."""
+    from fourscale import audit, shards, tokenization
+
+    directory = Path(spec)
+    manifest = shards.load_manifest(directory)
+    survey = tokenizer = None
+    try:  # what is wrong here is among the problems of `verify`
+        streams = {split: shards.open_split(directory, split) for split in shards.SPLITS}
+        tokenizer = tokenization.load(directory, manifest["tokenizer"])
+        survey = audit.Survey(streams, window_of(cfg, tokenizer), tokenizer.eot_id)
+    except (InputError, KeyError, TypeError, ValueError):
+        streams = {}
+    with bar(streams) as progress:
+        problems = audit.verify(directory, progress.update, visit=survey and survey.visit)
+    tokens = sum(s.total for s in streams.values())
+    report.judge("hashes", problems, f"{tokens:,} tokens, sums, sha256 and ids are as the manifest has them")
+    if survey is not None:
+        survey.close()
+        check_documents(survey, manifest, report)
+        names = {shard.path.name for s in streams.values() for shard in s.shards}
+        if extra := sorted(p.name for p in directory.glob("*.bin") if p.name not in names):
+            report.add(
+                "note", "files", f"{extra[0]} and {len(extra)} in all are not in the manifest; nothing reads them"
+            )
+    if not manifest.get("license"):
+        report.add("note", "licence", "unknown; prepare.py --license NAME puts it into the manifest")
+    return survey, tokenizer
+
+
+def check_foreign(spec: str, cfg: CheckDataConfig, report: Report) -> tuple[Survey, Tokenizer | None]:
+    """Open shards without a manifest and read them."""
+    from fourscale import audit, formats, tokenization
+
+    found = formats.open_foreign(spec, cfg.val_data, cfg.data_dtype, cfg.vocab_size)
+    streams = found.streams
+    sizes = ", ".join(f"{split} {s.total:,} tokens in {len(s.shards)} file(s)" for split, s in streams.items())
+    report.add("pass", "format", f"{found.format}, {found.dtype}: {sizes}; sizes fit what the files say")
+    report.add("note", "hashes", "no manifest, so nothing to compare the content with")
+    for note in found.notes:
+        report.add("note", "format", note)
+    named = cfg.tokenizer or found.tokenizer
+    tokenizer = None
+    if named is not None:
+        if tokenization.kind_of(named) in ("char", "bpe"):
+            raise InputError(f"--tokenizer {named}: is made from text, which shards don't hold; name a tokenizer.json")
+        tokenizer = tokenization.build(named, lambda: iter(()))
+    survey = audit.Survey(streams, window_of(cfg, tokenizer), tokenizer and tokenizer.eot_id)
+    with bar(streams) as progress:
+        survey.read(progress.update)
+    survey.close()
+    vocab_size = tokenizer.vocab_size if tokenizer else cfg.vocab_size
+    highest = max(survey.facts, key=lambda f: f.highest)
+    if vocab_size is None:
+        report.add("note", "ids", f"0 .. {highest.highest:,}, so --vocab-size is at least {highest.highest + 1:,}")
+        report.add("note", "tokenizer", found.ask)
+    elif highest.highest >= vocab_size:
+        report.add(
+            "FAIL", "ids", f"{highest.shard.path}: id {highest.highest:,} is outside the vocabulary of {vocab_size:,}; "
+            "name the tokenizer that made the ids, or check --data-dtype"
+        )  # fmt: skip
+    else:
+        report.add("pass", "ids", f"0 .. {highest.highest:,}, within the vocabulary of {vocab_size:,}")
+    return survey, tokenizer
+
+
+def window_of(cfg: CheckDataConfig, tokenizer: Tokenizer | None) -> int:
+    """--window, or about 256 bytes of text: shorter pieces recur in texts that have nothing to do with each other."""
+    return cfg.window or (256 if tokenizer is not None and tokenizer.kind in ("byte", "char") else 64)
+
+
+def bar(streams: dict[str, TokenStream]) -> Any:
+    from tqdm import tqdm
+
+    total = sum(s.total * s.dtype.itemsize for s in streams.values())
+    pause = 0.2 if sys.stderr.isatty() else 10.0  # a log file wants few lines
+    return tqdm(desc="reading", total=total, unit="B", unit_scale=True, mininterval=pause, leave=False, delay=1)
+
+
+# ---- the checks ------------------------------------------------------------------------------------------------------
+
+
+def check_length(streams: dict[str, TokenStream], ctx: int | None, report: Report) -> None:
+    least = min(s.total for s in streams.values()) - 1  # the longest context that both sides hold a window of
+    sizes = ", ".join(f"{split} {s.total:,}" for split, s in streams.items())
+    if least < (ctx or SMALLEST_CTX):
+        report.add("FAIL", "length", f"{sizes} tokens; --ctx {ctx or SMALLEST_CTX} needs one more: prepare more text")
+    elif ctx is None and least < DEFAULT_CTX:
+        report.add("note", "length", f"{sizes} tokens: enough for --ctx up to {least:,}")
+    else:
+        report.add("pass", "length", f"{sizes} tokens: enough for --ctx {ctx or DEFAULT_CTX:,}")
+
+
+def check_sides(streams: dict[str, TokenStream], report: Report) -> None:
+    same = streams["train"].digest == streams["val"].digest
+    problem = ["training and held-out tokens are the same; the held-out loss would be of training text: hold out other"]
+    report.judge("sides", problem if same else [], "training and held-out tokens differ")
+
+
+def check_overlap(survey: Survey, tokenizer: Tokenizer | None, limit: float, report: Report) -> None:
+    overlap, length = survey.overlap, survey.length
+    if not overlap.windows:
+        report.add("note", "overlap", f"the held-out side holds no window of {length} tokens to look for")
+        return
+    share = overlap.found / overlap.windows
+    figures = f"{share:.2%} of {overlap.windows:,} held-out windows of {length} tokens stand in the training set"
+    if overlap.example is not None:
+        held_out, trained = overlap.example
+        ids = survey.streams["val"].read(held_out, length)
+        figures += f"; train {trained:,} = val {held_out:,}: {shown(ids, tokenizer)}"
+    status: Status = "FAIL" if share > limit else "note" if share > limit / 10 else "pass"
+    remedy = "; keep duplicates off (prepare.py --dedup, --group-field) or allow it (--max-overlap)"
+    report.add(status, "overlap", figures + (remedy if status == "FAIL" else ""))
+
+
+def check_documents(survey: Survey, manifest: dict[str, Any], report: Report) -> None:
+    """End-of-text tokens against documents. Exact shares and --max-tokens may cut the last document of each source."""
+    sources = len(manifest.get("sources", [0]))
+    cut = sources if sources > 1 or (manifest.get("command") or {}).get("max_tokens") else 0
+    problems, counted = [], []
+    for split in survey.streams:
+        eots = sum(f.eots for f in survey.facts if f.split == split)
+        documents = manifest["splits"][split].get("documents")
+        counted.append(f"{split} {eots:,}")
+        if not isinstance(documents, int) or not 0 <= documents - eots <= cut:
+            problems.append(
+                f"{split}: {eots:,} end-of-text tokens, but the manifest has {documents} documents; restore the "
+                "manifest or run prepare.py again"
+            )
+    report.judge("documents", problems, f"{', '.join(counted)} end-of-text tokens, as many as documents")
+
+
+def check_shards(survey: Survey, report: Report) -> None:
+    from fourscale import audit
+
+    problems, notes = audit.degenerate(survey.facts)
+    report.judge("shards", problems, f"none of {len(survey.facts)} is constant, padded, repeated or another's copy")
+    for note in notes:
+        report.add("note", "shards", note)
+
+
+def check_tokenizer(streams: dict[str, TokenStream], tokenizer: Tokenizer, report: Report) -> None:
+    """Text of a few windows encoded again: the same text, and (but at a window's edges) the same ids."""
+    import numpy as np
+
+    windows = same = total = 0
+    problems = []
+    for split, stream in streams.items():
+        count = min(ROUND_TRIP_IDS, stream.total)
+        for start in sorted({i * (stream.total - count) // 3 for i in range(4)}):
+            ids = stream.read(start, count)
+            ends = np.flatnonzero(ids == tokenizer.eot_id)
+            try:
+                for piece in np.split(ids, np.unique(np.concatenate([ends, ends + 1]))):
+                    if len(piece) and piece[0] != tokenizer.eot_id:  # which no text encodes to
+                        text = tokenizer.decode(piece)
+                        again = tokenizer.encode(text)
+                        if tokenizer.decode(again) != text:
+                            raise InputError("decoded, encoded and decoded again is other text")
+                        same += (Counter(piece.tolist()) & Counter(again)).total()
+                        total += len(piece)
+            except InputError as e:
+                problems.append(f"{split} {start:,}: {e}")
+            windows += 1
+    if not problems and same < SAME_IDS * total:
+        problems.append(
+            f"only {same / total:.1%} of the ids come back when their text is encoded again; another tokenizer than "
+            f"this one ({tokenizer.kind}) made them: name that one"
+        )
+    report.judge("tokenizer", problems[:3], f"{windows} windows decode and encode to the same text and {same:,} ids")
+    if not problems:
+        for split, stream in streams.items():
+            count = min(SHOWN_IDS, stream.total)
+            for part in (1, 2):
+                start = part * (stream.total - count) // 3
+                report.add("note", "text", f"{split} {start:,}: {shown(stream.read(start, count), tokenizer)}")
+
+
+def shown(ids: Any, tokenizer: Tokenizer | None) -> str:
+    """A line that shows a window: its text quoted, or its ids."""
+    if tokenizer is None:
+        return f"ids {' '.join(map(str, ids[:16]))} ..."
+    try:
+        return repr(tokenizer.decode(ids))
+    except InputError as e:
+        return str(e)
+
+
+def figures_of(survey: Survey) -> dict[str, Any]:
+    shards = []
+    for f in survey.facts:
+        table = asdict(f) | {"file": str(f.shard.path), "tokens": f.shard.tokens}
+        shards.append({k: v for k, v in table.items() if k not in ("shard", "digest")})
+    overlap = {"length": survey.length, "windows": survey.overlap.windows, "found": survey.overlap.found}
+    return {"tokens": {split: s.total for split, s in survey.streams.items()}, "overlap": overlap, "shards": shards}
+
+
+# ---- the door --------------------------------------------------------------------------------------------------------
+
+
+@door
+def main() -> None:
+    word, *rest = sys.argv[1:] or [""]
+    if word in ("-h", "--help"):
+        print(__doc__, "Flags: python check.py data --help", sep="\n")
+        return
+    if word != "data":
+        raise InputError(f"check.py {word or 'without a word'}: what can be checked is: data; python check.py data DIR")
+    cfg = parse(CheckDataConfig, rest, prog="check.py data")
+    cfg.check()
+    from fourscale import formats
+
+    for name in ("val_data", "data_dtype", "tokenizer", "vocab_size"):
+        value = getattr(cfg, name)
+        if value not in (None, "auto") and not any(map(formats.is_foreign, cfg.dirs)):
+            raise InputError(f"{flag(name)} {value}: known from the manifest of {cfg.dirs[0]}; leave it out")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character must not end the check
+    reports = [check_data(spec, cfg) for spec in cfg.dirs]
+    if cfg.json is not None:
+        table = [{"data": r.data, "ok": not r.failed, "checks": r.checks, "figures": r.figures} for r in reports]
+        cfg.json.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    failed = [f"{r.data}: {', '.join(dict.fromkeys(r.failed))}" for r in reports if r.failed]
+    if failed:
+        raise InputError(f"failed: {'; '.join(failed)}")
+    say(f"{len(reports)} data set(s) checked, nothing failed")
+
+
+if __name__ == "__main__":
+    main()
