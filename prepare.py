@@ -119,6 +119,11 @@ def main() -> None:
                 bar_of(opened, "encode", assembly) as tick,
             ):
                 assembly.run(submit, 2 * processes, tick)
+            if command_of(cfg)["inputs"] != command["inputs"]:
+                journal.table.pop("assembly", None)
+                raise InputError(
+                    f"--dataset {' '.join(cfg.dataset)}: files have changed while they were read; run again"
+                )
             splits, moves = assembly.entries()
             refuse_empty_side(cfg, splits, journal)
 

@@ -42,13 +42,15 @@ def verify(
     on_bytes: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     visit: Visit | None = None,
+    first: bool = False,
 ) -> list[str]:
     """Read all data of a prepared directory and return what is wrong with it, a line each; empty if every hash, count
     and id is right.
 
     Checks the manifest's sums, the tokenizer's file, each shard, each split's stream, and that ids are within the
     vocabulary. on_bytes(n): called as n more bytes of shards are read. stop(): asked every 0.5 or 1 MB; if true,
-    `Stopped` is raised. visit(split, shard, ids): sees each block of ids, held-out ones first.
+    `Stopped` is raised. visit(split, shard, ids): sees each block of ids, held-out ones first. first: return after the
+    first shard that is wrong.
 
     Raises InputError as `load_manifest`.
     """
@@ -65,6 +67,8 @@ def verify(
         listed = manifest["splits"][split]["shards"]
         stream_sha, changed = hashlib.sha256(), False
         for shard, entry in zip(stream.shards, listed, strict=True):
+            if first and problems:
+                return problems
             shard_sha, highest = hashlib.sha256(), -1
             try:
                 for ids in blocks(stream, shard, on_bytes, stop):

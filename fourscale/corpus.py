@@ -365,14 +365,13 @@ class Verification:
     def _read_all(self) -> None:
         for directory in self._directories:
             try:
-                problems = audit.verify(directory, on_bytes=self._count, stop=self._stop.is_set)
+                problems = audit.verify(directory, on_bytes=self._count, stop=self._stop.is_set, first=True)
             except audit.Stopped:
                 return
             except (InputError, OSError) as e:
                 problems = [str(e)]
             if problems:
-                more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-                self._problem = f"{problems[0]}{more}"
+                self._problem = problems[0]
                 return
         self._finished = True
 

@@ -612,3 +612,18 @@ def test_a_wide_vocabulary_from_text_to_a_resumed_run(tmp_path):
     door("train.py", *flags)
     assert (ckpt / "DONE.json").is_file()
     door("sample.py", "--ckpt", ckpt, "--prompt", words[0], "--max-new-tokens", 8, "--temperature", 0)
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    corpus, real = jsonl(tmp_path / "a.jsonl", stories()), assembly.Assembly.run
+
+    def change(self, *args):
+        real(self, *args)
+        jsonl(corpus, stories(301))
+
+    args = ["--dataset", corpus, "--tokenizer", "byte", "--out", tmp_path / "data"]
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="files have changed while they were read"):
+        patch.setattr(assembly.Assembly, "run", change)
+        run(patch, *args)
+    assert not (tmp_path / "data").exists()
+    run(monkeypatch, *args)
