@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 env: $(READY)
 
 $(READY): requirements.txt requirements-dev.txt
+	@command -v $(PYTHON) > /dev/null || { echo "error: no $(PYTHON) here; run: make PYTHON=PATH $(MAKECMDGOALS)"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.11; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from fourscale.cli import InputError, door, parse
+from fourscale.cli import InputError, door, is_rank_zero, parse
 from fourscale.config import SampleConfig
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def main() -> None:
     cfg = parse(SampleConfig)
     cfg.check()
+    if not is_rank_zero():  # under torchrun one process is enough
+        return
     from tqdm import tqdm
 
     from fourscale import parallel, rundir
@@ -78,7 +80,8 @@ def main() -> None:
     for first in range(0, cfg.num_samples, BATCH):
         count = min(BATCH, cfg.num_samples - first)
         label = f"samples {first + 1} to {first + count}"
-        rows = list(tqdm(steps(first, count), label, cfg.max_new_tokens, unit="token", leave=False))
+        pause = 0.1 if sys.stderr.isatty() else 10  # a log file wants few lines
+        rows = list(tqdm(steps(first, count), label, cfg.max_new_tokens, unit="token", leave=False, mininterval=pause))
         for k in range(count):
             tokens = [row[k] for row in rows if row[k] not in (None, eot)]
             print(cfg.prompt + "".join(continuation(tokenizer, prompt, tokens)))

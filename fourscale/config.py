@@ -208,7 +208,9 @@ class TrainConfig:
     weight_decay: float = 0.1
     """decoupled, on matrices only"""
     beta1: float = 0.9
+    """decay of AdamW's mean of gradients"""
     beta2: float = 0.95
+    """decay of AdamW's mean of squared gradients"""
     clip: float = 1.0
     """largest global gradient norm; 0 turns clipping off"""
 
@@ -247,6 +249,7 @@ class SampleConfig:
     seed: Count = 0
     """sample k of a seed is the same text however many are made"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: cuda, else mps (one process), else cpu"""
 
     def check(self) -> None:
         """Raise InputError, naming the flag, where the values are impossible."""
@@ -277,12 +280,15 @@ class EvalConfig:
     ckpt: Path = Path("./ckpt")
     """a step_N directory, or a run directory (its latest)"""
     split: Literal["val", "train"] = "val"
+    """side of the data to score"""
     ctx: MaybeCount = None
     """window length in tokens (default: the model's)"""
     local_bsz: Count = 8
     """windows per rank and forward; the result does not depend on it"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: cuda, else mps (one process), else cpu"""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl on cuda, else gloo"""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """of matrix products"""
     json: Path | None = None

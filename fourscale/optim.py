@@ -139,7 +139,7 @@ def check_schedule(updates: int, warmup: int, peak: float, floor: float, schedul
         raise InputError(f"--warmup {warmup}: must be below the {updates} updates of the run; lower it or train longer")
     if schedule == "cosine" and updates - 1 - warmup < 1:
         raise InputError(
-            f"--steps: {updates} updates with --warmup {warmup} leave none to decay over; train longer, "
+            f"--warmup {warmup}: of a run of {updates} updates it leaves none to decay over; train longer, "
             "lower --warmup or use --schedule constant"
         )
     if schedule == "wsd" and not 0 < decay_fraction <= 1:

@@ -215,10 +215,13 @@ def recall(flags: TrainConfig) -> TrainConfig:
     if not steps:
         return flags
     run = open_checkpoint(steps[-1]).run
-    merged = config_of(run, flags)
+    merged = own = config_of(run, flags)
     if flags.config is not None:
         merged = from_toml(TrainConfig, flags.config, merged)
     merged = dataclasses.replace(parse(TrainConfig, default=merged), grad_accum=None)  # follows from the ranks
+    if merged.steps and merged.tokens:
+        length, given = (f"--steps {own.steps}", "--tokens") if own.steps else (f"--tokens {own.tokens}", "--steps")
+        raise InputError(f"{given}: the length of this run is {length}; leave {given} out, or start another --ckpt-dir")
     return merged if merged.dtype != "auto" else dataclasses.replace(merged, dtype=run["training"]["dtype"])
 
 

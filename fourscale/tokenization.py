@@ -195,7 +195,7 @@ def load(directory: Path, entry: dict[str, Any]) -> Tokenizer:
     try:
         data = path.read_bytes()
     except OSError as e:
-        raise InputError(f"{path}: {(e.strerror or str(e)).lower()}; the tokenizer belongs beside the data") from None
+        raise InputError(f"{path}: {(e.strerror or str(e)).lower()}; restore the file, which belongs there") from None
     found = hashlib.sha256(data).hexdigest()
     if found != entry["sha256"]:
         raise InputError(
