@@ -92,19 +92,22 @@ def check_data(spec: str, cfg: CheckDataConfig) -> Report:
 
 def check_prepared(spec: str, cfg: CheckDataConfig, report: Report) -> tuple[Survey | None, Tokenizer | None]:
     """Compare a prepared directory with its manifest. Survey None where a side can't be opened."""
-    from fourscale import audit, shards, tokenization
+    from fourscale import audit, corpus, shards
 
     directory = Path(spec)
     manifest = shards.load_manifest(directory)
-    survey = tokenizer = None
-    try:  # what is wrong here is among the problems of `verify`
-        streams = {split: shards.open_split(directory, split) for split in shards.SPLITS}
-        tokenizer = tokenization.load(directory, manifest["tokenizer"])
+    survey = tokenizer = unopened = None
+    streams: dict[str, TokenStream] = {}
+    try:
+        train, val, manifest, tokenizer = corpus.open_prepared(directory)
+        streams = {"train": train, "val": val}
         survey = audit.Survey(streams, window_of(cfg, tokenizer), tokenizer.eot_id)
-    except (InputError, KeyError, TypeError, ValueError):
-        streams = {}
+    except InputError as e:  # as a rule among the problems of `verify`, which has all of them
+        unopened = str(e)
     with bar(streams) as progress:
         problems = audit.verify(directory, progress.update, visit=survey and survey.visit)
+    if unopened is not None and not problems:
+        problems = [unopened]
     tokens = sum(s.total for s in streams.values())
     report.judge("hashes", problems, f"{tokens:,} tokens, sums, sha256 and ids are as the manifest has them")
     if survey is not None:
@@ -207,7 +210,7 @@ def check_overlap(survey: Survey, tokenizer: Tokenizer | None, limit: float, rep
 
 def check_documents(survey: Survey, manifest: dict[str, Any], report: Report) -> None:
     """End-of-text tokens against documents. Exact shares and --max-tokens may cut the last document of each source."""
-    sources = len(manifest.get("sources", [0]))
+    sources = len(manifest.get("sources") or [0])
     cut = sources if sources > 1 or (manifest.get("command") or {}).get("max_tokens") else 0
     problems, counted = [], []
     for split in survey.streams:
@@ -217,7 +220,7 @@ def check_documents(survey: Survey, manifest: dict[str, Any], report: Report) ->
         if not isinstance(documents, int) or not 0 <= documents - eots <= cut:
             problems.append(
                 f"{split}: {eots:,} end-of-text tokens, but the manifest has {documents} documents; restore the "
-                "manifest or run prepare.py again"
+                f"manifest, or delete {report.data} and run prepare.py again"
             )
     report.judge("documents", problems, f"{', '.join(counted)} end-of-text tokens, as many as documents")
 
@@ -310,7 +313,8 @@ def main() -> None:
     reports = [check_data(spec, cfg) for spec in cfg.dirs]
     if cfg.json is not None:
         table = [{"data": r.data, "ok": not r.failed, "checks": r.checks, "figures": r.figures} for r in reports]
-        cfg.json.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(table, indent=2, ensure_ascii=False) + "\n"
+        cfg.json.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate, as JSON writes it
     failed = [f"{r.data}: {', '.join(dict.fromkeys(r.failed))}" for r in reports if r.failed]
     if failed:
         raise InputError(f"failed: {'; '.join(failed)}")

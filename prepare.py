@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
-import re
 import shutil
 import sys
 import time
@@ -30,18 +29,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourscale import code_version
-from fourscale.cli import InputError, RunFailed, door, parse, parse_count, say
+from fourscale.cli import InputError, door, parse, parse_count, say
 from fourscale.config import PrepareConfig, padded
 
 if TYPE_CHECKING:
-    from fourscale.assembly import Assembly, Journal
+    from fourscale.assembly import Assembly
     from fourscale.documents import Document
+    from fourscale.journal import Journal
     from fourscale.sources import Source
     from fourscale.tokenization import Tokenizer
 
 SMALL = 32 << 20  # bytes of text below which starting processes takes longer than they save
 BYTES_A_TOKEN = 8  # of text that a tokenizer is trained on where --max-tokens limits the corpus
 UNIGRAM_TOKENS = 20_000_000
+SHARDS_SHOWN = 12  # of a side; of more, the first and last two
 
 
 @door
@@ -50,17 +51,21 @@ def main() -> None:
     check(cfg)
     # Imported late, so that --help and usage errors are instant.
     from fourscale import encoding, shards, sources, tokenization
-    from fourscale.assembly import Assembly, Journal
+    from fourscale.assembly import Assembly
+    from fourscale.journal import UNFINISHED, Journal, already_made, disk_errors, locked, publish
 
     # 1. What is asked for, and whether it's there already, whole or in part.
     named = sources.shares(cfg.dataset, "--dataset")
+    if cfg.val_docs is not None and named[0][1] is not None:
+        raise InputError("--val-docs: chosen from all of the corpus, of which shares take a part; use --val-fraction")
     command = command_of(cfg)
-    if already_made(cfg.out, command):
-        return
+    if already_made(cfg.out, command) and not (cfg.out / UNFINISHED).exists():
+        return say(f"{cfg.out}: already made by this very command; nothing to do")
     started = time.monotonic()
     with disk_errors(cfg.out), locked(cfg.out):
-        if already_made(cfg.out, command):  # by another process, in the meantime
-            return
+        if already_made(cfg.out, command):  # by another process, or by one that was killed with all but this done
+            shutil.rmtree(cfg.out / UNFINISHED, ignore_errors=True)
+            return say(f"{cfg.out}: already made by this very command; nothing to do")
         with Journal(cfg.out, command) as journal:
             if "moves" in journal.table:  # everything is made: only the publishing was interrupted
                 return say_published(cfg.out, publish(cfg.out, journal))
@@ -75,7 +80,7 @@ def main() -> None:
                 return islice(every_document(opened, weights, cfg.skip_bad, what), cfg.max_docs)
 
             if "threshold" not in journal.table:
-                journal.save(threshold=threshold_of(cfg, documents))
+                journal.save(threshold=threshold_of(cfg, documents))  # also for documents before a limit: see there
             threshold = journal.table["threshold"]
 
             # 3. The tokenizer: merges are learned from the training side; a character must have an id on either.
@@ -94,7 +99,9 @@ def main() -> None:
                 note_smaller_vocabulary(cfg.tokenizer, tokenizer)
                 journal.save(tokenizer=tokenizer.save(journal.work))
             else:
-                tokenizer = tokenization.load(journal.work, journal.table["tokenizer"])
+                tokenizer = journal.load_tokenizer()
+            if tokenizer.normalisation != "none":
+                say(f"note: --tokenizer {cfg.tokenizer} changes the text; {tokenizer.normalisation}")
             entry = journal.table["tokenizer"]
 
             # 4. Text -> ids -> shards.
@@ -110,9 +117,9 @@ def main() -> None:
                 state=journal.table.get("assembly"),
                 save=lambda state: journal.save(assembly=state),
             )
+            before = sum(taken.bytes for taken in assembly.taken())
             if "assembly" in journal.table:
-                read = sum(taken.bytes for taken in assembly.taken())
-                say(f"{cfg.out}: going on after {read:,} bytes of text, where an interrupted run was")
+                say(f"{cfg.out}: going on where an interrupted run was, after {before / 1e6:,.1f} MB of input")
             processes = processes_for(cfg.workers, opened)
             with (
                 encoding.pool(processes, journal.work, tokenizer, entry, threshold, cfg.skip_bad) as submit,
@@ -124,8 +131,8 @@ def main() -> None:
                 raise InputError(
                     f"--dataset {' '.join(cfg.dataset)}: files have changed while they were read; run again"
                 )
+            refuse_empty_side(cfg, named, assembly, journal)
             splits, moves = assembly.entries()
-            refuse_empty_side(cfg, splits, journal)
 
             # 5. The manifest, last.
             manifest = {
@@ -135,7 +142,7 @@ def main() -> None:
                 ],
                 "license": licence,
                 "tokenizer": entry | {"padded_vocab_size": padded(tokenizer.vocab_size)},
-                "normalisation": "none",
+                "normalisation": tokenizer.normalisation,
                 "deduplication": f"first of texts that are {encoding.SAME_TEXT}" if cfg.dedup else "none",
                 "eot": "after each document",
                 "split": split_rule(cfg, threshold),
@@ -148,7 +155,8 @@ def main() -> None:
             publish(cfg.out, journal)
 
     # 6. What was made.
-    report(cfg, manifest, tokenizer, time.monotonic() - started)
+    read = sum(source["bytes"] for source in manifest["sources"]) - before
+    report(cfg, manifest, tokenizer, f"{time.monotonic() - started:.1f} s ({read / 1e6:,.1f} MB of input)")
 
 
 def check(cfg: PrepareConfig) -> None:
@@ -171,10 +179,6 @@ def check(cfg: PrepareConfig) -> None:
                     f"--val-docs: chosen from all of the corpus, which --{name.replace('_', '-')} doesn't go with; "
                     "use --val-fraction"
                 )
-        if any(re.search(r":[\d.]+$", spec) for spec in cfg.dataset):
-            raise InputError(
-                "--val-docs: chosen from all of the corpus, of which shares take a part; use --val-fraction"
-            )
 
 
 def open_source(cfg: PrepareConfig, number: int, spec: str, journal: Journal) -> Source:
@@ -206,89 +210,15 @@ def command_of(cfg: PrepareConfig) -> dict[str, Any]:
     """What decides the content of the data directory: the flags, and a fingerprint of the local files they name."""
     from fourscale import sources, tokenization
 
-    named = [spec for spec, _ in sources.shares(cfg.dataset, "--dataset")]
-    inputs = [sources.fingerprint(spec) for spec in named]
+    named = sources.shares(cfg.dataset, "--dataset")
+    inputs = [sources.fingerprint(spec) for spec, _ in named]
     if tokenization.kind_of(cfg.tokenizer) == "tokenizer.json":
         stat = tokenization.json_path(cfg.tokenizer).stat()
         inputs.append(f"{stat.st_size} {stat.st_mtime_ns}")
     # --skip-bad is left out: until a malformed row is met, it changes nothing.
     flags = {name: value for name, value in asdict(cfg).items() if name not in ("out", "workers", "skip_bad")}
-    local = [spec if "://" in spec else os.path.normpath(spec) for spec in cfg.dataset]
-    return flags | {"dataset": local, "inputs": inputs}
-
-
-def already_made(out: Path, asked: dict[str, Any]) -> bool:
-    """True, and said, if `out` holds what this command would make; InputError if it holds other finished data."""
-    from fourscale import shards
-    from fourscale.assembly import UNFINISHED, differing
-
-    if not (out / shards.MANIFEST).exists():
-        return False
-    way_on = f"choose another --out, or delete {out} first"
-    try:
-        made = shards.load_manifest(out).get("command", {})
-    except InputError as e:
-        raise InputError(f"{e}: to do so, {way_on}") from None
-    if told := differing(made, asked):
-        raise InputError(f"{out}: already holds data made with {told}; {way_on}")
-    if made.get("inputs") != asked["inputs"]:
-        raise InputError(f"{out}: was made by this command, but its input files have changed since; {way_on}")
-    shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # of a run that was killed when all but this was done
-    say(f"{out}: already made by this very command; nothing to do")
-    return True
-
-
-@contextlib.contextmanager
-def disk_errors(out: Path) -> Iterator[None]:
-    """A full disk, a missing permission and the like as one line."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise RunFailed(
-            f"{e.filename or out}: {(e.strerror or str(e)).lower()}; {out} is not finished: mend that and run the same "
-            "command, which goes on from here"
-        ) from None
-
-
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Make `out` if need be and hold it for this process; a directory made for nothing goes again. Raises InputError
-    where another prepare.py has it."""
-    import filelock
-
-    fresh = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(out / ".lock", timeout=0)
-    with contextlib.suppress(NotImplementedError):  # a file system without locks
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise InputError(f"{out}: another prepare.py is at work here; wait for it or use another --out") from None
-    try:
-        yield
-    except InputError:
-        if fresh and [path.name for path in out.iterdir()] == [".lock"]:
-            shutil.rmtree(out)
-        raise
-    finally:
-        lock.release()
-
-
-def publish(out: Path, journal: Journal) -> dict[str, Any]:
-    """Move the finished files from the work directory to `out`, then write the manifest, then remove the rest. Killed
-    in between, it can be done again. Returns the manifest."""
-    from fourscale import shards
-
-    manifest = journal.table["manifest"]
-    file = manifest["tokenizer"]["file"]
-    for name, final in [*journal.table["moves"], (file, file)]:
-        with contextlib.suppress(FileNotFoundError):  # moved by a run that was killed here
-            (journal.work / name).replace(out / final)
-    shards.write_manifest(out, manifest)
-    shutil.rmtree(journal.work)
-    return manifest
+    shares = [None if share is None else str(share) for _, share in named]
+    return flags | {"dataset": list(cfg.dataset), "shares": shares, "inputs": inputs}
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -328,8 +258,17 @@ def threshold_of(cfg: PrepareConfig, documents: Callable[[str], Iterable[Documen
     """The threshold of the split: for a share of the documents, or for a number of them."""
     from fourscale.encoding import side_hash, threshold_for_count, threshold_for_share
 
+    def before_the_limit() -> Iterator[Document]:
+        """Those that stand before --max-tokens whatever the tokenizer: no token has less than a byte."""
+        size = 0
+        for document in documents("split"):
+            yield document
+            size += len(document.text.encode()) + 1
+            if cfg.max_tokens is not None and size >= cfg.max_tokens:
+                return
+
     if cfg.val_docs is None:
-        return threshold_for_share(map(side_hash, documents("split")), cfg.val_fraction)
+        return threshold_for_share(map(side_hash, before_the_limit()), cfg.val_fraction)
     say(f"choosing {cfg.val_docs} held-out documents")
     return threshold_for_count(map(side_hash, documents("hash")), cfg.val_docs)
 
@@ -364,16 +303,29 @@ def unigram_nats(work: Path, moves: list[tuple[str, str]], splits: dict[str, dic
     return float(-(counts["val"] * np.log(seen / seen.sum())).sum() / counts["val"].sum())
 
 
-def refuse_empty_side(cfg: PrepareConfig, splits: dict[str, dict[str, Any]], journal: Journal) -> None:
-    total = sum(part["documents"] for part in splits.values())
-    for split, part in splits.items():
-        if not part["documents"]:
-            journal.table.pop("assembly", None)  # going on from here would end here
-            raise InputError(
-                f"--dataset {' '.join(cfg.dataset)}: no text for the {split} split: {total} documents are not empty, "
-                "and none of them is left for it; give more text, divide plain text further with --doc-sep, or hold "
-                "out another share with --val-fraction"
+def refuse_empty_side(
+    cfg: PrepareConfig, named: Sequence[tuple[str, Fraction | None]], assembly: Assembly, journal: Journal
+) -> None:
+    """Raise InputError, with what would help, where a side or a source that has a share is without a token."""
+    limits = [f"--max-{name}" for name in ("tokens", "docs") if getattr(cfg, f"max_{name}") is not None]
+    taken, tokens = assembly.taken(), assembly.tokens()
+    written = sum(each.documents for each in taken)
+    problem = None
+    for (spec, share), each, ours in zip(named, taken, tokens, strict=True):
+        if each.bad and each.bad == each.rows:
+            problem = f"{spec}: all of its {each.rows:,} rows are malformed, the first: {each.bad_rows[0]}"
+        elif share is not None and not ours["train"]:
+            problem = f"{spec}: its share comes to no training token; give it more text or a larger share"
+    for side in ("train", "val"):
+        if not sum(ours[side] for ours in tokens):
+            help_ = f"raise {' or '.join(limits)}" if limits and written else "give more text"
+            problem = problem or (
+                f"{' '.join(cfg.dataset)}: no text for the {side} split, of {written:,} document(s) in all; {help_}, "
+                "or hold out another share with --val-fraction, or divide plain text further with --doc-sep"
             )
+    if problem:
+        journal.table.pop("assembly", None)  # going on from here would end here
+        raise InputError(f"--dataset {problem}")
 
 
 def shared_licence(opened: Sequence[Source]) -> str | None:
@@ -438,29 +390,34 @@ def say_published(out: Path, manifest: dict[str, Any]) -> None:
     )
 
 
-def report(cfg: PrepareConfig, manifest: dict[str, Any], tokenizer: Tokenizer, seconds: float) -> None:
-    """What was made: each shard, each source, both sides, windows to read, and the total in the last line."""
+def report(cfg: PrepareConfig, manifest: dict[str, Any], tokenizer: Tokenizer, effort: str) -> None:
+    """What was made: each source, both sides, windows to read, the shards, and the total in the last line."""
     from fourscale import shards
 
     splits, dtype = manifest["splits"], manifest["dtype"]
-    for part in splits.values():
-        for shard in part["shards"]:
-            print(f"wrote {cfg.out / shard['file']}: {shard['tokens']:,} tokens ({gigabytes(shard['tokens'], dtype)})")
     all_train = splits["train"]["tokens"]
     for source in manifest["sources"]:
         share = source["train_tokens"] / all_train
         print(
-            f"{source['name']}: {source['train_tokens']:,} training tokens ({share:.4%}"
+            f"{printable(source['name'])}: {source['train_tokens']:,} training tokens ({share:.4%}"
             f"{' asked: ' + source['weight'] if 'weight' in source else ''}), {source['val_tokens']:,} held out | "
-            f"rows read {source['rows']:,} = {accounts(source, cfg.dedup)} | "
-            f"longest document {source['longest'][0]:,} bytes, {source['longest'][1]}"
+            f"rows read {source['rows']:,} = {accounts(source, cfg.dedup)}"
         )
+        if source["documents"]:
+            print(f"    longest document {source['longest'][0]:,} bytes, {printable(source['longest'][1])}")
         for message in source["bad_rows"]:
-            print(f"    skipped: {message}")
+            print(f"    skipped: {printable(message)}")
+        if (more := source["bad"] - len(source["bad_rows"])) > 0:
+            print(f"    and {more:,} more")
+        if source["train_tokens"] and not source["val_tokens"]:
+            print(
+                f"note: nothing of {printable(source['name'])} is held out, so the held-out loss will say nothing "
+                "about it: raise --val-fraction"
+            )
     for split, part in splits.items():
         print(
             f"{split:5s}  {part['documents']:,} documents | {part['tokens']:,} tokens | {part['text_bytes']:,} bytes | "
-            f"{part['text_bytes'] / part['tokens']:.3f} bytes/token | {len(part['shards'])} shard(s)"
+            f"{part['text_bytes'] / part['tokens']:.3f} bytes/token"
         )
     if cfg.max_tokens is not None and all_train < cfg.max_tokens:
         print(f"note: the text has {all_train:,} training tokens in these shares, fewer than --max-tokens asked for")
@@ -471,12 +428,17 @@ def report(cfg: PrepareConfig, manifest: dict[str, Any], tokenizer: Tokenizer, s
         print(f"{split} from token {first:,}:")
         for line in printable(tokenizer.decode(stream.read(first, count))).split("\n"):
             print(f"    {line}")
-    print(f"licence: {manifest['license']}" if manifest["license"] else "licence: unknown; pass --license")
+    for part in splits.values():
+        listed = part["shards"]
+        for i, shard in enumerate(listed):
+            if len(listed) <= SHARDS_SHOWN or i < 2 or i >= len(listed) - 2:
+                size = gigabytes(shard["tokens"], dtype)
+                print(f"wrote {cfg.out / shard['file']}: {shard['tokens']:,} tokens ({size})")
+            elif i == 2:
+                print(f"... {len(listed) - 4} more of {listed[0]['tokens']:,} tokens")
     tokens = sum(part["tokens"] for part in splits.values())
-    speed = sum(part["text_bytes"] for part in splits.values()) / 1e6 / seconds
-    print(
-        f"wrote {cfg.out}: {tokens:,} tokens ({gigabytes(tokens, dtype)}) in {seconds:.1f} s ({speed:.1f} MB of text/s)"
-    )
+    print(f"licence: {manifest['license'] or 'unknown'}")
+    print(f"wrote {cfg.out}: {tokens:,} tokens ({gigabytes(tokens, dtype)}) in {effort}")
 
 
 def accounts(source: dict[str, Any], dedup: bool) -> str:
@@ -487,13 +449,10 @@ def accounts(source: dict[str, Any], dedup: bool) -> str:
         "bad": "malformed",
         "dropped": "duplicates",
         "crossing": "on the other side before",
-        "beyond": "beyond the limit",
     }
     terms = [f"{source[key]:,} {name}" for key, name in names.items() if source[key] or key == "documents"]
-    kept = (
-        f" ({source['duplicates']:,} duplicates kept; --dedup drops them)" if source["duplicates"] and not dedup else ""
-    )
-    return " + ".join(terms) + kept
+    kept = source["duplicates"] and not dedup
+    return " + ".join(terms) + (f" ({source['duplicates']:,} duplicates kept; --dedup drops them)" if kept else "")
 
 
 def printable(text: str) -> str:

@@ -97,7 +97,7 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
                 f"--dropout {cfg.model.dropout}: masks belong to ranks and micro-batches; resume as before, on "
                 f"{before['world_size']} ranks with --local-bsz {before['local_bsz']}"
             )
-    verification = corpus.Verification(data, cfg.verify_data, topology)
+    verification = corpus.Verification(data, cfg.verify_data, topology, lambda: stop_request.name is not None)
     run_dir.write_contract(run, None if ckpt else data.tokenizer)
     size, empty = budget.count_parameters(cfg.model), world * cfg.local_bsz * cfg.grad_accum - cfg.global_bsz
     say(

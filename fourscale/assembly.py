@@ -8,11 +8,9 @@ counts of tokens, so that shares are exact.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import re
-import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from fourscale import __version__
 from fourscale.cli import InputError
 from fourscale.encoding import BAD_ROWS_SHOWN, Encoded, Part
 from fourscale.shards import SPLITS, ShardWriter, Split, shard_name, split_entry, sync_directory
 from fourscale.sources import Chunk, Source
 from fourscale.tokenization import Tokenizer
 
-UNFINISHED = ".prepare_unfinished"  # directory within --out where everything is made
 SKIP_BAD = " (or --skip-bad)"
+RECENT = 50_000
 COMMIT_SECONDS = 10.0  # at most this much work is lost by a kill, and a start
 COMMIT_APART = 1.0  # however small the shards
 
@@ -68,9 +65,9 @@ class Hashes:
 
 @dataclass
 class Taken:
-    """What was taken from one source. rows = documents + empty + bad + dropped + crossing + beyond."""
+    """What was taken from one source. rows = documents + empty + bad + dropped + crossing."""
 
-    bytes: int = 0  # read
+    bytes: int = 0  # of chunks that were read to their end, as stored
     rows: int = 0
     documents: int = 0  # written, on both sides
     empty: int = 0
@@ -78,19 +75,71 @@ class Taken:
     duplicates: int = 0  # whose text was seen before, on the same side
     dropped: int = 0  # of these, with --dedup
     crossing: int = 0  # dropped: the text was seen before on the other side, which a group can bring about
-    beyond: int = 0  # in a chunk that was begun, after the limit was reached
-    longest: tuple[int, str] = (0, "")
+    longest: tuple[int, str] = (0, "")  # bytes of UTF-8 of a document that was written, and where it stands
     bad_rows: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _Drawn:
-    """A chunk that was encoded and admitted, not yet written."""
+NEW, KEPT, REPEATED, CROSSING = 1, 2, 4, 8  # what a document turned out to be
 
-    after: Any
-    parts: dict[Split, Part]
-    taken: Taken
-    new: dict[Split, np.ndarray]  # hashes first seen here
+
+class _Current:
+    """A chunk whose documents are being taken, one after the other."""
+
+    def __init__(self, chunk: Chunk, encoded: Encoded, start: Any, written: int) -> None:
+        """start: Source.chunks(start) begins with this chunk. written: documents of it that an earlier run wrote."""
+        self.chunk, self.encoded, self.start = chunk, encoded, start
+        self.written = self.taken = min(written, len(encoded.hashes))
+        self.count = len(encoded.hashes)
+        # As lists, since they are asked for one by one.
+        self.hashes, self.sides = encoded.hashes.tolist(), encoded.held_out.tolist()
+        train, lengths = ~encoded.held_out, np.zeros(self.count, np.int64)
+        lengths[train] = np.diff(encoded.parts["train"].ends, prepend=0)
+        self.train_tokens: list[int] = lengths.tolist()
+        self.outcome = np.zeros(self.count, np.uint8)
+        self.known: list[int] = []
+        self.closed = False
+
+    def look_up(self, seen: dict[Split, Hashes]) -> None:
+        """Note the side (0 train, 1 val, -1 none) on which each text stands already."""
+        known = np.full(self.count, -1)
+        for number, split in enumerate(SPLITS):
+            known[seen[split].has(self.encoded.hashes)] = number
+        self.known = known.tolist()
+
+    def completed_by(self, last: int) -> bool:
+        """Whether nothing of the chunk is left after the document before `last`."""
+        return last == self.count and self.encoded.fault is None
+
+    def part(self, split: Split, first: int, last: int) -> tuple[Part, np.ndarray]:
+        """The kept documents of one side among those from `first` to `last`, and hashes of its new texts, uint64."""
+        on_side = self.encoded.held_out == (split == "val")
+        within = np.flatnonzero(on_side[first:last]) + first
+        kept = self.encoded.parts[split].keep(int(on_side[:first].sum()), (self.outcome[within] & KEPT) > 0)
+        return kept, self.encoded.hashes[within[(self.outcome[within] & NEW) > 0]]
+
+    def account(self, taken: Taken, first: int, last: int) -> None:
+        """Add the rows after document `first` - 1 up to document `last` - 1 (to the chunk's end, if that's all)."""
+        e = self.encoded
+        begin = int(e.rows[first - 1]) if first else 0
+        end = e.all_rows if self.completed_by(last) else int(e.rows[last - 1]) if last else 0
+        taken.rows += end - begin
+        taken.empty += int(((e.empty > begin) & (e.empty <= end)).sum())
+        bad = (e.bad > begin) & (e.bad <= end)
+        taken.bad += int(bad.sum())
+        shown = [message for message, now in zip(e.bad_rows, bad, strict=False) if now]
+        taken.bad_rows = [*taken.bad_rows, *shown][:BAD_ROWS_SHOWN]
+        outcome = self.outcome[first:last]
+        taken.documents += int(((outcome & KEPT) > 0).sum())
+        taken.crossing += int(((outcome & CROSSING) > 0).sum())
+        taken.duplicates += int(((outcome & REPEATED) > 0).sum())
+        taken.dropped += int((((outcome & REPEATED) > 0) & ((outcome & KEPT) == 0)).sum())
+        for split in SPLITS:
+            on_side = e.held_out == (split == "val")
+            numbers = np.flatnonzero(on_side[first:last] & ((outcome & KEPT) > 0)) + first
+            if len(numbers):
+                sizes = e.parts[split].text_bytes[np.cumsum(on_side)[numbers] - 1]
+                most = int(sizes.argmax())
+                taken.longest = max(taken.longest, (int(sizes[most]), e.wheres[numbers[most]]), key=lambda x: x[0])
 
 
 class _Lane:
@@ -98,29 +147,51 @@ class _Lane:
 
     def __init__(self, source: Source, writers: dict[Split, ShardWriter], weight: Fraction | None, state: Any) -> None:
         self.source, self.writers, self.weight = source, writers, weight
-        self.cursor = state["cursor"] if state else None
+        self.cursor, self.skip = (state["cursor"], state["written"]) if state else (None, 0)
         self.taken = Taken(**state["taken"]) if state else Taken()
         self.taken.longest = tuple(self.taken.longest)  # JSON knows lists
-        self.pending: _Drawn | None = None
+        self.tokens = writers["train"].tokens  # training tokens taken, the last document's among them
+        self.queue: deque[_Current] = deque()  # chunks that are not wholly written
+        self.last: tuple[_Current, int] | None = None  # the last training document, which may have to be cut
         self.exhausted = False
+        self._next_start = self.cursor
         self._chunks: Iterator[Chunk] | None = None
         self._ahead: deque[tuple[Chunk, Future[Encoded]]] = deque()
 
-    @property
-    def tokens(self) -> int:
-        """Training tokens, the pending chunk's among them."""
-        return self.writers["train"].tokens + (len(self.pending.parts["train"].ids) if self.pending else 0)
+    def load(self, submit: Callable[[Chunk], Future[Encoded]], ahead: int) -> _Current | None:
+        """The next chunk, while `ahead` more are being encoded; None at the end of the source.
 
-    def next(self, submit: Callable[[Chunk], Future[Encoded]], ahead: int) -> tuple[Chunk, Encoded] | None:
-        """The next chunk, while `ahead` more are being encoded; None at the end of the source."""
+        Whatever is wrong further on is raised when its turn has come, or what a limit leaves out could stop a run.
+        """
         if self._chunks is None:
             self._chunks = self.source.chunks(self.cursor)
-        while len(self._ahead) <= ahead and (chunk := next(self._chunks, None)) is not None:
+        while len(self._ahead) <= ahead:
+            try:
+                chunk = next(self._chunks, None)
+            except Exception as e:
+                self._fail(e)
+                break
+            if chunk is None:
+                break
             self._ahead.append((chunk, submit(chunk)))
         if not self._ahead:
             return None
         chunk, future = self._ahead.popleft()
-        return chunk, future.result()
+        encoded = future.result()
+        if encoded.fault is not None:
+            self._ahead.clear()
+            self._fail(InputError(f"{encoded.fault}{SKIP_BAD}"))
+        current = _Current(chunk, encoded, self._next_start, self.skip)
+        self._next_start, self.skip = chunk.after, 0
+        self.queue.append(current)
+        return current
+
+    def _fail(self, e: Exception) -> None:
+        """Raise this in place of the chunk after those that are ahead, and end there."""
+        failed: Future[Encoded] = Future()
+        failed.set_exception(e)
+        self._ahead.append((Chunk(0, None, iter, ((),)), failed))
+        self._chunks = iter(())
 
 
 class Assembly:
@@ -149,8 +220,11 @@ class Assembly:
         for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
             directory = work / str(number)
             directory.mkdir(exist_ok=True)
-            lane = state and state["lanes"][number]
-            kept = {shard["file"] for split in SPLITS for shard in (lane["shards"][split] if lane else ())}
+            try:
+                lane = state and state["lanes"][number]
+                kept = {shard["file"] for split in SPLITS for shard in (lane["shards"][split] if lane else ())}
+            except (KeyError, IndexError, TypeError):
+                raise InputError(f"{work}: its journal is not what a run wrote; delete {work} to start over") from None
             for path in directory.iterdir():  # written after the last commit
                 if path.name not in kept:
                     path.unlink()
@@ -161,9 +235,16 @@ class Assembly:
                 for split in SPLITS
             }
             self._lanes.append(_Lane(source, writers, weight, lane))
+        # Of max_docs: duplicates are documents too, or the number held out would depend on --dedup.
+        self._documents = sum(t.documents + t.dropped + t.crossing for t in self.taken())
+        if self.weighted:
+            common = math.lcm(*(lane.weight.numerator for lane in self._lanes))
+            self._scales = [common // x.weight.numerator * x.weight.denominator for x in self._lanes]
+            self._asked = self._shares_of(max_tokens)
         self._seen_files = {split: (work / f"seen_{split}.u64") for split in SPLITS}
         self._seen_counts = dict(state["seen"]) if state else dict.fromkeys(SPLITS, 0)
         self._seen = {split: Hashes(self._load_seen(split)) for split in SPLITS}
+        self._recent: dict[int, int] = {}  # hash -> side (0 train, 1 val) of texts that are not in _seen yet
         self._committed = time.monotonic()
         self._finished_shards = self._count_finished()
 
@@ -201,50 +282,58 @@ class Assembly:
     ) -> None:
         """Encode until the sources or the limits end. progress(bytes, tokens) is called for each chunk taken.
 
-        Raises InputError for a malformed row (unless it was encoded with skip_bad) and as the sources do.
+        Documents are taken one by one, each from the source that is furthest behind its share, so that only what is
+        written can make a later text a duplicate. Raises InputError for a malformed row (unless it was encoded with
+        skip_bad) and as the sources do.
         """
         with contextlib.ExitStack() as files:
             self._seen_out = {s: files.enter_context(p.open("ab")) for s, p in self._seen_files.items()}
-            while (lane := self._choose()) is not None:
-                drawn = lane.next(submit, ahead)
-                if drawn is None:
-                    lane.exhausted = True
-                    continue
-                self._write(lane)
-                chunk, encoded = drawn
-                lane.pending = self._admit(chunk, encoded)
-                progress(chunk.size, sum(len(part.ids) for part in lane.pending.parts.values()))
-                self._commit_now_and_then()
+            while (turn := self._choose()) is not None:
+                lane, bound = turn
+                current = lane.queue[-1] if lane.queue else None
+                if current is None or current.taken == current.count:
+                    self._flush(lane)
+                    current = lane.load(submit, ahead)
+                    if current is None:
+                        lane.exhausted = True
+                        continue
+                    current.look_up(self._seen)
+                    tokens = sum(len(part.ids) for part in current.encoded.parts.values())
+                    progress(current.chunk.size, tokens)
+                    self._commit_now_and_then()
+                self._take(lane, current, bound)
             targets = self._targets()
             for lane, target in zip(self._lanes, targets, strict=True):
-                if lane.pending and target is not None:
-                    self._trim(lane.pending, target - lane.writers["train"].tokens)
-                self._write(lane)
+                self._flush(lane)
+                self._finish(lane, target)
         for lane in self._lanes:
             for writer in lane.writers.values():
                 writer.finish()
 
     # ---- whose turn it is, and when it's enough
 
-    def _choose(self) -> _Lane | None:
-        """The lane to draw from: with weights the one furthest behind its share, else the first that isn't dry."""
-        if self.max_docs is not None and self._documents() >= self.max_docs:
+    def _choose(self) -> tuple[_Lane, int] | None:
+        """The lane to take from, with weights the one furthest behind its share, else the first that isn't dry; and
+        the number of training tokens that it may hold before another's turn comes."""
+        if self.max_docs is not None and self._documents >= self.max_docs:
             return None
-        if self.weighted:
-            if any(lane.exhausted for lane in self._lanes):
-                return None
-            targets = self._shares_of(self.max_tokens)
-            short = [x for x, t in zip(self._lanes, targets, strict=True) if t is None or x.tokens < t]
-            return min(short, key=lambda lane: lane.tokens / lane.weight, default=None)
-        if self.max_tokens is not None and sum(lane.tokens for lane in self._lanes) >= self.max_tokens:
+        if not self.weighted:
+            lane = next((lane for lane in self._lanes if not lane.exhausted), None)
+            others = sum(other.tokens for other in self._lanes if other is not lane)
+            bound = sys.maxsize if self.max_tokens is None else self.max_tokens - others - 1
+            return None if lane is None or lane.tokens > bound else (lane, bound)
+        if any(lane.exhausted for lane in self._lanes):
             return None
-        return next((lane for lane in self._lanes if not lane.exhausted), None)
-
-    def _documents(self) -> int:
-        def pending(lane: _Lane) -> int:
-            return sum(len(part.ends) for part in lane.pending.parts.values()) if lane.pending else 0
-
-        return sum(lane.taken.documents + pending(lane) for lane in self._lanes)
+        # Tokens by weight, as integers: this is asked for almost every document.
+        order = sorted((x.tokens * s, i) for i, (x, s) in enumerate(zip(self._lanes, self._scales, strict=True)))
+        order = [(far, i) for far, i in order if self._asked[i] is None or self._lanes[i].tokens < self._asked[i]]
+        if not order:
+            return None
+        i, bound = order[0][1], sys.maxsize
+        if len(order) > 1:
+            far, other = order[1]
+            bound = (far - (other < i)) // self._scales[i]  # of two that are equally far, the first has its turn
+        return self._lanes[i], bound if self._asked[i] is None else min(bound, self._asked[i] - 1)
 
     def _targets(self) -> list[int | None]:
         """Training tokens of each source at the end; None for all of it."""
@@ -254,7 +343,7 @@ class Assembly:
                 targets.append(None if left is None else min(left, lane.tokens))
                 left = None if left is None else left - targets[-1]
             return targets
-        asked = self._shares_of(self.max_tokens)
+        asked = self._asked
         dry = [lane.tokens / lane.weight for lane in self._lanes if lane.exhausted]
         if not dry:
             return asked
@@ -274,70 +363,85 @@ class Assembly:
             shares[i] += 1
         return shares
 
-    # ---- a chunk's way
+    # ---- a document's way
 
-    def _admit(self, chunk: Chunk, encoded: Encoded) -> _Drawn:
-        """Leave out what was seen before on the other side or, with dedup, at all; and what is beyond max_docs."""
-        if encoded.bad and not encoded.parts:  # it was not to be skipped
-            raise InputError(f"{encoded.bad_rows[0]}{SKIP_BAD}")
-        taken = Taken(chunk.size, encoded.rows, 0, encoded.empty, encoded.bad)
-        taken.longest, taken.bad_rows = encoded.longest, encoded.bad_rows
-        parts = [encoded.parts[split] for split in SPLITS]
-        side = np.repeat((0, 1), [len(part.ends) for part in parts])
-        hashes = np.concatenate([part.hashes for part in parts])
-        order = np.argsort(np.concatenate([part.index for part in parts]))  # as the chunk has them
-        side, hashes = side[order], hashes[order]
-        known = np.full(len(hashes), -1)
-        for number, split in enumerate(SPLITS):
-            known[self._seen[split].has(hashes)] = number
-        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        repeated = (known >= 0) | (first[inverse] != np.arange(len(hashes)))
-        crossing = np.where(known >= 0, known, side[first][inverse]) != side
-        dropped = repeated & ~crossing & self.dedup
-        keep = ~(crossing | dropped)
-        if self.max_docs is not None:
-            within = np.cumsum(keep) <= self.max_docs - self._documents()
-            taken.beyond = int((keep & ~within).sum())
-            keep &= within
-        taken.duplicates, taken.crossing = int((repeated & ~crossing).sum()), int(crossing.sum())
-        taken.dropped = int(dropped.sum())
-        drawn = _Drawn(chunk.after, {}, taken, {})
-        mask = np.empty(len(order), bool)
-        mask[order] = keep
-        for number, (split, part) in enumerate(zip(SPLITS, parts, strict=True)):
-            start = number * len(parts[0].ends)
-            drawn.parts[split] = part.keep(mask[start : start + len(part.ends)])
-            drawn.new[split] = hashes[~repeated & (side == number)]
-            self._seen[split].add(drawn.new[split])
-        return drawn
+    def _take(self, lane: _Lane, current: _Current, bound: int) -> None:
+        """Take documents of a chunk while the lane holds at most `bound` training tokens: which of them are kept?"""
+        recent, outcome, left = self._recent, current.outcome, (self.max_docs or sys.maxsize) - self._documents
+        first = k = current.taken
+        last = min(current.count, first + left)
+        tokens, newest = lane.tokens, None
+        while k < last and tokens <= bound:
+            h, side = current.hashes[k], int(current.sides[k])
+            home = recent.get(h, current.known[k])
+            if home < 0:
+                recent[h] = side
+                result = NEW | KEPT
+            elif home != side:
+                result = CROSSING
+            else:
+                result = REPEATED if self.dedup else REPEATED | KEPT
+            outcome[k] = result
+            if result & KEPT and side == 0:
+                tokens += current.train_tokens[k]
+                newest = k
+            k += 1
+        current.taken, lane.tokens = k, tokens
+        self._documents += k - first
+        if newest is not None:
+            lane.last = current, newest
+        if len(recent) >= RECENT:
+            for number, split in enumerate(SPLITS):
+                new = [h for h, side in recent.items() if side == number]
+                self._seen[split].add(np.array(new, np.uint64))
+            recent.clear()
+            for other in self._lanes:
+                if other.queue:
+                    other.queue[-1].look_up(self._seen)
 
-    def _trim(self, drawn: _Drawn, room: int) -> None:
-        """Cut to `room` training tokens, and to the held-out documents before the cut."""
-        train, val = drawn.parts["train"], drawn.parts["val"]
-        if room >= len(train.ids):
+    def _flush(self, lane: _Lane) -> None:
+        """Write what was taken before the lane's last training document."""
+        while lane.queue:
+            current = lane.queue[0]
+            held = lane.last is not None and lane.last[0] is current
+            self._write(lane, current, lane.last[1] if held else current.taken)
+            if held or not current.completed_by(current.written):
+                return
+            lane.queue.popleft()
+            lane.cursor = current.chunk.after
+
+    def _write(self, lane: _Lane, current: _Current, end: int) -> None:
+        """Write the documents of a chunk up to number `end`, and what they are to the account."""
+        if current.written == end and (current.closed or not current.completed_by(end)):
             return
-        drawn.parts["train"] = train.cut(room, self.tokenizer)
-        first_cut = train.index[np.searchsorted(train.ends, room, side="right")]
-        drawn.parts["val"] = val.keep(val.index < first_cut)
-        before, after = len(train.ends) + len(val.ends), sum(len(part.ends) for part in drawn.parts.values())
-        drawn.taken.beyond += before - after
+        for split, writer in lane.writers.items():
+            part, new = current.part(split, current.written, end)
+            writer.add(part.ids, part.ends, part.text_bytes)
+            self._seen_out[split].write(new.astype("<u8").tobytes())
+            self._seen_counts[split] += len(new)
+        current.account(lane.taken, current.written, end)
+        current.written = end
+        if current.completed_by(end):
+            current.closed = True
+            lane.taken.bytes += current.chunk.size
 
-    def _write(self, lane: _Lane) -> None:
-        drawn, lane.pending = lane.pending, None
-        if drawn is None:
+    def _finish(self, lane: _Lane, target: int | None) -> None:
+        """Write what is left, the last training document cut so that there are `target` tokens (None: all of it)."""
+        if lane.last is None:
             return
-        for split, part in drawn.parts.items():
-            lane.writers[split].add(part.ids, part.ends, part.text_bytes)
-            self._seen_out[split].write(drawn.new[split].astype("<u8").tobytes())
-            self._seen_counts[split] += len(drawn.new[split])
-        drawn.taken.documents = sum(len(part.ends) for part in drawn.parts.values())
-        total = lane.taken
-        for name, value in vars(drawn.taken).items():
-            if isinstance(value, int):
-                setattr(total, name, getattr(total, name) + value)
-        total.longest = max(total.longest, drawn.taken.longest, key=lambda longest: longest[0])
-        total.bad_rows = [*total.bad_rows, *drawn.taken.bad_rows][:BAD_ROWS_SHOWN]
-        lane.cursor = drawn.after
+        current, number = lane.last
+        writer = lane.writers["train"]
+        room = current.train_tokens[number] if target is None else target - writer.tokens
+        if room >= current.train_tokens[number]:
+            lane.last = None
+            self._flush(lane)
+        elif room > 0:
+            part, new = current.part("train", number, number + 1)
+            ids = part.ids[:room]
+            size = len(self.tokenizer.decode_bytes(ids))
+            writer.add(ids, np.array([room], np.int64), np.array([size], np.int64))
+            self._seen_out["train"].write(new.astype("<u8").tobytes())
+            current.account(lane.taken, number, number + 1)
 
     # ---- what a kill leaves
 
@@ -353,6 +457,7 @@ class Assembly:
         lanes = [
             {
                 "cursor": lane.cursor,
+                "written": lane.queue[0].written if lane.queue else lane.skip,
                 "taken": asdict(lane.taken),
                 "shards": {split: writer.commit() for split, writer in lane.writers.items()},
             }
@@ -374,78 +479,3 @@ class Assembly:
         if len(hashes) != count:
             raise InputError(f"{path}: not what an interrupted run wrote; delete {self.work} to start over")
         return hashes
-
-
-# ---- the directory where it is made ----------------------------------------------------------------------------------
-
-
-class Journal:
-    """The directory where everything is made, and its journal: what is decided and durable, for a run that goes on.
-
-    table: `command`, and as they come about `revisions`, `threshold`, `tokenizer`, `assembly`, `manifest`, `moves`.
-    """
-
-    def __init__(self, out: Path, command: dict[str, Any]) -> None:
-        """Raises InputError for what another command left unfinished, and rather than touch shards of other origin."""
-        self.work = out / UNFINISHED
-        self._path = self.work / "journal.json"
-        found = [path for path in sorted(out.iterdir()) if re.fullmatch(r"(train|val)_\d{3,}\.bin", path.name)]
-        if not self.work.is_dir():
-            if found:
-                raise InputError(
-                    f"{out}: holds {found[0].name} but no manifest; to train on shards of other origin name them "
-                    "with train.py --data, else use another --out or delete these files"
-                )
-            self.work.mkdir()
-        self.table = self._load()
-        if not self.table:
-            for path in self.work.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self.table = {"command": json.loads(json.dumps(command)), "version": __version__}
-            return
-        way_on = f"choose another --out, or delete {out} first"
-        begun = self.table["command"]
-        if told := differing(begun, self.table["command"] | json.loads(json.dumps(command))):
-            raise InputError(f"{out}: holds the unfinished work of a command with {told}; give that again, or {way_on}")
-        if begun["inputs"] != command["inputs"]:
-            raise InputError(f"{out}: its input files have changed since this work was begun; {way_on}")
-        if self.table["version"] != __version__:
-            raise InputError(f"{out}: was begun by fourscale {self.table['version']}, this is {__version__}; {way_on}")
-
-    def save(self, **entries: Any) -> None:
-        """Add to the table, durably and at once."""
-        self.table |= entries
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as f:
-            json.dump(self.table, f)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(self._path)
-        sync_directory(self.work)
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            table = json.loads(self._path.read_text(encoding="utf-8"))
-            return table if {"command", "version"} <= table.keys() else {}
-        except FileNotFoundError:
-            return {}
-        except ValueError:
-            raise InputError(f"{self._path}: not valid JSON; delete {self.work} to start over") from None
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        """Where the input is refused before anything was made, nothing stays."""
-        if kind is InputError and "assembly" not in self.table:
-            shutil.rmtree(self.work, ignore_errors=True)
-
-
-def differing(made: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The flags in which two commands differ, for a message."""
-    names = [name for name in asked if name != "inputs" and made.get(name) != asked[name]]
-
-    def shown(value: Any) -> str:
-        return " ".join(value) if isinstance(value, list) else str(value)
-
-    return ", ".join(f"--{name.replace('_', '-')} {shown(made.get(name))} (now {shown(asked[name])})" for name in names)

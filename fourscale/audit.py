@@ -43,6 +43,7 @@ def verify(
     stop: Callable[[], bool] | None = None,
     visit: Visit | None = None,
     first: bool = False,
+    opened: tuple[dict[str, Any], dict[str, TokenStream]] | None = None,
 ) -> list[str]:
     """Read all data of a prepared directory and return what is wrong with it, a line each; empty if every hash, count
     and id is right.
@@ -50,19 +51,24 @@ def verify(
     Checks the manifest's sums, the tokenizer's file, each shard, each split's stream, and that ids are within the
     vocabulary. on_bytes(n): called as n more bytes of shards are read. stop(): asked every 0.5 or 1 MB; if true,
     `Stopped` is raised. visit(split, shard, ids): sees each block of ids, held-out ones first. first: return after the
-    first shard that is wrong.
+    first shard that is wrong. opened: the manifest and the streams of a run that trains on them: these are read, and a
+    directory that no longer is what they were opened from, now or at the end, is a problem.
 
     Raises InputError as `load_manifest`.
     """
     data_dir = Path(data_dir)
     manifest = load_manifest(data_dir)
+    if opened is not None and (problems := _replaced(data_dir, manifest, *opened)):
+        return problems
     problems = _tokenizer_problems(data_dir, manifest)
     for split in reversed(SPLITS):
         try:
-            stream = open_split(data_dir, split)
+            stream = open_split(data_dir, split, manifest)
         except InputError as e:
             problems.append(str(e))
             continue
+        if opened is not None:  # files that have been put in its place since are not what the run reads
+            stream = opened[1][split]
         problems += _count_problems(data_dir, split, manifest["splits"][split])
         listed = manifest["splits"][split]["shards"]
         stream_sha, changed = hashlib.sha256(), False
@@ -81,7 +87,7 @@ def verify(
                 problems.append(str(e))
                 changed = True
                 continue
-            if shard_sha.hexdigest() != entry.get("sha256"):
+            if shard_sha.hexdigest() != entry["sha256"]:
                 problems.append(f"{shard.path}: its content has changed since it was written (sha256)")
                 changed = True
             if highest >= stream.vocab_size:
@@ -89,6 +95,8 @@ def verify(
         if stream_sha.hexdigest() != stream.digest:
             why = "" if changed else "; its shards are right, so the manifest was edited"
             problems.append(f"{data_dir}: the {split} stream is not the manifest's (sha256){why}")
+    if opened is not None and not problems:
+        problems = _replaced(data_dir, load_manifest(data_dir), *opened)
     return problems
 
 
@@ -106,11 +114,21 @@ def blocks(
             on_bytes(ids.nbytes)
 
 
+def _replaced(
+    data_dir: Path, manifest: dict[str, Any], began: dict[str, Any], streams: dict[str, TokenStream]
+) -> list[str]:
+    """A line where the manifest of now is not that which a run began with, or names other streams than it opened."""
+    same = all(manifest[name] == began[name] for name in ("dtype", "tokenizer", "splits"))
+    for split, stream in streams.items():
+        part = manifest["splits"][split]
+        same &= part["stream_sha256"] == stream.digest
+        same &= [(s["file"], s["tokens"]) for s in part["shards"]] == [(s.path.name, s.tokens) for s in stream.shards]
+    return [] if same else [f"{data_dir}: was replaced by other data since the run began"]
+
+
 def _tokenizer_problems(data_dir: Path, manifest: dict[str, Any]) -> list[str]:
-    entry = manifest.get("tokenizer")
-    if not isinstance(entry, dict) or not {"file", "sha256", "vocab_size"} <= entry.keys():
-        return [f"{data_dir / MANIFEST}: its tokenizer entry lacks file, sha256 or vocab_size"]
-    path = data_dir / str(entry["file"])
+    entry = manifest["tokenizer"]
+    path = data_dir / entry["file"]
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
             return [f"{path}: not the tokenizer the data was made with"]
@@ -122,12 +140,10 @@ def _tokenizer_problems(data_dir: Path, manifest: dict[str, Any]) -> list[str]:
 def _count_problems(data_dir: Path, split: str, part: dict[str, Any]) -> list[str]:
     problems = []
     for name in ("tokens", "documents", "text_bytes"):
-        found = [shard.get(name) for shard in part["shards"]]
-        if not all(isinstance(n, int) for n in [*found, part.get(name)]):
-            problems.append(f"{data_dir / MANIFEST}: {name} of the {split} split or of a shard is no number")
-        elif sum(found) != part[name]:
+        found = sum(shard[name] for shard in part["shards"])
+        if found != part[name]:
             problems.append(
-                f"{data_dir / MANIFEST}: the {split} split has {part[name]:,} {name}, its shards {sum(found):,} in all"
+                f"{data_dir / MANIFEST}: the {split} split has {part[name]:,} {name}, its shards {found:,} in all"
             )
     return problems
 

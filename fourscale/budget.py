@@ -134,6 +134,8 @@ def plan(
     asked = cfg.model
     if asked.doc_mask and asked.eot_id is None and eot_id is None:
         raise InputError("--doc-mask: the data name no tokenizer, so no end of a document; give its id with --eot-id")
+    if asked.doc_mask and None not in (asked.eot_id, eot_id) and asked.eot_id != eot_id:
+        raise InputError(f"--eot-id {asked.eot_id}: the data's tokenizer ends documents with id {eot_id}; leave it out")
     # Without --doc-mask the id is inert, so no part of the contract.
     between = (asked.eot_id if asked.eot_id is not None else eot_id) if asked.doc_mask else None
     model = size_model(dataclasses.replace(asked, eot_id=between), vocab_size, device_type)

@@ -46,6 +46,8 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
+        for stream in (sys.stdout, sys.stderr):  # a terminal that can't show a character must end nothing
+            stream.reconfigure(errors="backslashreplace")
         try:
             main()
         except (InputError, RunFailed) as e:

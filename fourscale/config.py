@@ -53,7 +53,7 @@ class ModelConfig:
     doc_mask: bool = False
     """keep attention and positions within documents; an end-of-text token opens the next one"""
     eot_id: MaybeCount = None
-    """id of the token between documents, for --doc-mask (default: the tokenizer's end-of-text)"""
+    """id of the token between documents, for --doc-mask, where the data name no tokenizer"""
 
     @property
     def padded_vocab(self) -> int:

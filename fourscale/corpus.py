@@ -6,11 +6,12 @@ the manifests' hashes, before training or while it goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fourscale.parallel import Topology
     from fourscale.tokenization import Tokenizer
 
+POLL_S = 0.2  # ranks that wait for the verification tell each other so often how it goes
 PATIENCE_S = 3.0  # the end of a run waits so long for a verification that needs no more
 SLOW_DISK = 1e8  # bytes/s, expected of one where nothing has been read yet
 SIDES = {"train": "training", "val": "held-out"}  # a split, as messages call it
@@ -160,7 +162,7 @@ def open_corpus(
     notes: list[str] = []
     parts, tokenizers = [], []
     for path, (_, weight), name, alien in zip(paths, weighted, names_of(paths, names), foreign, strict=True):
-        opener = _foreign if alien else _prepared
+        opener = _foreign if alien else open_prepared
         extra = (val_data, data_dtype, tokenizer, vocab_size, notes) if alien else ()
         train, val, manifest, its_tokenizer = opener(path, *extra)
         parts.append(Part(name, path, weight or Fraction(1), train, val, manifest))
@@ -183,15 +185,28 @@ def open_corpus(
     return Corpus(parts, tokenizers[0], parts[0].train.vocab_size, absolute, notes)
 
 
-def _prepared(path: str) -> tuple[TokenStream, TokenStream, dict[str, Any], Tokenizer]:
-    manifest = shards.load_manifest(Path(path))
+def open_prepared(path: str | Path) -> tuple[TokenStream, TokenStream, dict[str, Any], Tokenizer]:
+    """Training and held-out stream, manifest and tokenizer of a data directory. Raises InputError as `load_manifest`
+    and `open_split`, and where the tokenizer is not what the manifest says."""
+    path = Path(path)
+    manifest = shards.load_manifest(path)
+    train, val = (shards.open_split(path, split, manifest) for split in shards.SPLITS)
+    entry = manifest["tokenizer"]
     try:
-        train, val = (shards.open_split(Path(path), split) for split in shards.SPLITS)
-        if not isinstance(train.digest, str) or not isinstance(val.digest, str):
-            raise TypeError("stream_sha256 of a split is no text")
-        return train, val, manifest, tokenization.load(Path(path), manifest["tokenizer"])
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise InputError(f"{Path(path) / MANIFEST}: malformed ({e}); restore it or run prepare.py again") from None
+        tokenizer = tokenization.load(path, entry)
+        its = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
+    except InputError:
+        raise
+    except Exception as e:  # tokenizers and tiktoken raise bare ones
+        why = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        raise InputError(f"{path / MANIFEST}: its tokenizer can't be made ({why}); {shards.remedy(path)}") from None
+    for name, value in its.items():
+        if entry.get(name, value) != value:
+            raise InputError(
+                f"{path / MANIFEST}: its tokenizer's {name} is {entry[name]!r}, by {entry['file']} {value}; "
+                f"{shards.remedy(path)}"
+            )
+    return train, val, manifest, tokenizer
 
 
 def _foreign(
@@ -292,15 +307,21 @@ def names_of(paths: list[str], known: Sequence[str]) -> list[str]:
 class Verification:
     """The data's hashes compared with the manifests', by the first rank of each node: copies on its disk may differ.
 
-    In the background a thread of the lowest priority reads; `failed` goes into the loop's message of each update, and
-    where it sums to more than 0 every rank calls `refuse`.
+    What is read are the streams that the run opened. A thread reads; in the background it has the lowest priority,
+    `failed` goes into the loop's message of each update, and where it sums to more than 0 every rank calls `refuse`.
     """
 
-    def __init__(self, corpus: Corpus, mode: str, topology: Topology) -> None:
-        """mode: "first" (done when this returns), "background" (begun) or "off". Collective; raises as `refuse`."""
-        hashed = {os.path.realpath(p.path): p for p in corpus.parts if p.manifest is not None}
+    def __init__(
+        self, corpus: Corpus, mode: str, topology: Topology, asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        """mode: "first" (done when this returns), "background" (begun) or "off". Collective; raises as `refuse`.
+
+        asked: whether this rank was asked to stop; once one of them was, "first" ends on all of them, unfinished.
+        """
+        prepared = [part for part in corpus.parts if part.manifest is not None]
+        hashed = {(os.path.realpath(p.path), p.train.digest, p.val.digest): p for p in prepared}
         self._unhashed = [part.name for part in corpus.parts if part.manifest is None]
-        self._directories = [Path(p.path) for p in hashed.values()]
+        self._parts = list(hashed.values())
         self._total = sum(s.total * s.dtype.itemsize for p in hashed.values() for s in (p.train, p.val))
         self._topology = topology
         self._mine = int(os.environ.get("LOCAL_RANK", "0")) == 0
@@ -312,19 +333,11 @@ class Verification:
         self.active = mode != "off" and bool(hashed)
         if not self.active:
             return
-        if mode == "first":
-            if self._mine:
-                self._bar = tqdm(
-                    desc="verifying data", total=self._total, unit="B", unit_scale=True, disable=not topology.main,
-                    leave=False, mininterval=0.2 if sys.stderr.isatty() else 10,
-                )  # fmt: skip
-                with self._bar:
-                    self._read_all()
-            if topology.all_sum([self.failed])[0]:
-                self.refuse()
-        elif self._mine:
-            self._thread = threading.Thread(target=self._in_background, name="verify-data", daemon=True)
+        if self._mine:
+            self._thread = threading.Thread(target=self._read, args=(mode,), name="verify-data", daemon=True)
             self._thread.start()
+        if mode == "first":
+            self._wait(asked)
 
     @property
     def failed(self) -> bool:
@@ -357,25 +370,45 @@ class Verification:
             self.refuse()
         return fields | {"data_verified": finished == self._topology.world_size}
 
-    def _in_background(self) -> None:
-        if sys.platform == "linux":  # where priority belongs to a thread: training keeps the cores that it needs
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        self._read_all()
+    def _wait(self, asked: Callable[[], bool]) -> None:
+        """Until all ranks have read all, one has `failed` or one is `asked` to stop."""
+        bar = tqdm(
+            desc="verifying data", total=self._total, unit="B", unit_scale=True, disable=not self._topology.main,
+            leave=False, mininterval=0.2 if sys.stderr.isatty() else 10,
+        )  # fmt: skip
+        with bar:
+            while True:
+                if self._thread is not None:
+                    self._thread.join(POLL_S)
+                bar.update(self._done - bar.n)
+                failed, finished, stop = self._topology.all_sum([self.failed, self._finished, asked()])
+                if failed or stop or finished == self._topology.world_size:
+                    break
+        self._stop.set()
+        if failed:
+            self.refuse()
 
-    def _read_all(self) -> None:
-        for directory in self._directories:
-            try:
-                problems = audit.verify(directory, on_bytes=self._count, stop=self._stop.is_set, first=True)
-            except audit.Stopped:
-                return
-            except (InputError, OSError) as e:
-                problems = [str(e)]
-            if problems:
-                self._problem = problems[0]
-                return
-        self._finished = True
+    def _read(self, mode: str) -> None:
+        if mode == "background" and sys.platform == "linux":  # where priority belongs to a thread
+            with contextlib.suppress(OSError):  # training keeps the cores that it needs
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            for part in self._parts:
+                opened = part.manifest, {"train": part.train, "val": part.val}
+                problems = audit.verify(
+                    Path(part.path), on_bytes=self._count, stop=self._stop.is_set, first=True, opened=opened
+                )
+                if problems:
+                    self._problem = problems[0]
+                    return
+            self._finished = True
+        except audit.Stopped:
+            return
+        except (InputError, OSError) as e:
+            self._problem = str(e)
+        except BaseException as e:  # a thread that dies would do so in silence, and training go on
+            why = f"{type(e).__name__}: {' '.join(str(e).split())}"
+            self._problem = f"--data {part.path}: its verification broke down ({why})"
 
     def _count(self, size: int) -> None:
         self._done += size
-        if self._thread is None:
-            self._bar.update(size)

@@ -73,6 +73,11 @@ class Fields(NamedTuple):
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
+def parse_fault(message: str) -> Rows:
+    """What stands for the rest of a file that can't be read."""
+    yield BadRow(message)
+
+
 def parse_modules(paths: Sequence[str]) -> Rows:
     """Each file a document, but for empty ones and those that are not UTF-8."""
     for path in paths:
@@ -84,16 +89,29 @@ def parse_modules(paths: Sequence[str]) -> Rows:
 def parse_units(data: bytes, path: str, line: int) -> Rows:
     """Plain text in units of about 4 KB, so that a corpus of one file can be divided; joined, they are the file.
 
-    A unit ends after the blank lines that follow its 4096th byte; within a very long paragraph after a line, and within
-    a line that is longer than the chunk with the chunk.
+    A unit ends after the blank lines that follow its 4096th byte; within a paragraph of more than 64 KB after a line,
+    within such a line after a space, and without any of these after a character.
     """
     at = 0
     while at < len(data):
         blank = files.BLANK_LINES.search(data, at + UNIT - 1, at + LONGEST_PARAGRAPH)
-        end = blank.end() if blank else data.find(b"\n", at + LONGEST_PARAGRAPH - 1) + 1 or len(data)
+        end = blank.end() if blank else _unit_end(data, at)
         unit = data[at:end]
         yield _decoded(unit, path, line)
         at, line = end, line + unit.count(b"\n")
+
+
+def _unit_end(data: bytes, at: int) -> int:
+    """Where a unit of LONGEST_PARAGRAPH bytes from `at` on, without blank lines, ends."""
+    end = at + LONGEST_PARAGRAPH
+    if end >= len(data):
+        return len(data)
+    for mark in (b"\n", b" "):
+        if (found := data.rfind(mark, at + LONGEST_PARAGRAPH // 2, end)) >= 0:
+            return found + 1
+    while data[end] & 0xC0 == 0x80:  # amid a character
+        end -= 1
+    return end
 
 
 def parse_separated(data: bytes, path: str, line: int, separator: bytes) -> Rows:

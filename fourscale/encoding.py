@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,81 +103,66 @@ class Part:
     ids: np.ndarray  # stored dtype [n]: each document's ids and end-of-text
     ends: np.ndarray  # int64 [D]
     text_bytes: np.ndarray  # int64 [D]
-    hashes: np.ndarray  # uint64 [D]: text_hash
-    index: np.ndarray  # int64 [D]: number of the document within the chunk
 
-    def keep(self, mask: np.ndarray) -> Part:
-        """The documents where bool [D] is true."""
+    def keep(self, first: int, mask: np.ndarray) -> Part:
+        """Of the documents from number `first` on, those where bool [k] is true."""
+        start = int(self.ends[first - 1]) if first else 0
+        ends = self.ends[first : first + len(mask)] - start
+        ids, text_bytes = self.ids[start : start + (ends[-1] if len(ends) else 0)], self.text_bytes[first:][: len(mask)]
         if mask.all():
-            return self
-        lengths = np.diff(self.ends, prepend=0)
-        ends = np.cumsum(lengths[mask])
-        ids = self.ids[np.repeat(mask, lengths)]
-        return Part(ids, ends, self.text_bytes[mask], self.hashes[mask], self.index[mask])
-
-    def cut(self, room: int, tokenizer: Tokenizer) -> Part:
-        """The first `room` tokens: the last document may lose its end, and its end-of-text."""
-        whole = int(np.searchsorted(self.ends, room, side="right"))
-        start = int(self.ends[whole - 1]) if whole else 0
-        if start == room:
-            return self.keep(np.arange(len(self.ends)) < whole)
-        rest = len(tokenizer.decode_bytes(self.ids[start:room]))
-        return Part(
-            self.ids[:room],
-            np.append(self.ends[:whole], room),
-            np.append(self.text_bytes[:whole], rest),
-            self.hashes[: whole + 1],
-            self.index[: whole + 1],
-        )
+            return Part(ids, ends, text_bytes)
+        lengths = np.diff(ends, prepend=0)
+        return Part(ids[np.repeat(mask, lengths)], np.cumsum(lengths[mask]), text_bytes[mask])
 
 
 @dataclass
 class Encoded:
-    """A chunk's documents, and what became of its other rows."""
+    """A chunk's documents in their order, and what its other rows are. Rows are numbered from 1."""
 
-    parts: dict[Split, Part] = field(default_factory=dict)
-    rows: int = 0
-    empty: int = 0
-    bad: int = 0
-    bad_rows: list[str] = field(default_factory=list)  # messages of the first
-    longest: tuple[int, str] = (0, "")  # bytes of UTF-8, where
+    parts: dict[Split, Part]
+    held_out: np.ndarray  # bool [D]: on the side "val"
+    hashes: np.ndarray  # uint64 [D]: text_hash
+    rows: np.ndarray  # int64 [D]: the row of each document
+    wheres: list[str]  # [D]
+    empty: np.ndarray  # int64: rows without text
+    bad: np.ndarray  # int64: malformed rows
+    bad_rows: list[str]  # messages of the first of these
+    all_rows: int
+    fault: str | None  # message of the malformed row that ended it
 
 
 def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, threshold: int, skip_bad: bool) -> Encoded:
-    """Parse, divide and encode the documents of a chunk. A malformed row ends it, unless skip_bad."""
-    out = Encoded()
-    dtype = token_dtype(tokenizer.vocab_size)
-    found: dict[Split, list[tuple[str, int, int, int]]] = {split: [] for split in SPLITS}  # text, size, hash, index
-
-    def bad(message: str) -> None:
-        out.bad += 1
-        out.bad_rows = [*out.bad_rows, message][:BAD_ROWS_SHOWN]
-
-    for item in chunk.documents():
-        out.rows += 1
+    """Parse, divide and encode the documents of a chunk. A malformed row ends it before that row, unless skip_bad."""
+    texts: dict[Split, list[str]] = {split: [] for split in SPLITS}
+    sizes: dict[Split, list[int]] = {split: [] for split in SPLITS}
+    held_out, hashes, rows, wheres, empty, bad, bad_rows = [], [], [], [], [], [], []
+    row, fault = 0, None
+    for row, item in enumerate(chunk.documents(), 1):
         if isinstance(item, BadRow):
-            bad(item.message)
             if not skip_bad:
-                return out
+                row, fault = row - 1, item.message
+                break
+            bad.append(row)
+            bad_rows = [*bad_rows, item.message][:BAD_ROWS_SHOWN]
         elif not item.text:
-            out.empty += 1
+            empty.append(row)
         else:
             h = text_hash(item.text)
-            held_out = (h if item.group is None else side_hash(item)) < threshold
-            size = len(item.text) if item.text.isascii() else len(item.text.encode())
-            found["val" if held_out else "train"].append((item.text, size, h, out.rows))
-            out.longest = max(out.longest, (size, item.where), key=lambda longest: longest[0])
-    for split, documents in found.items():
-        ids, ends = tokenizer.encode_documents([text for text, _, _, _ in documents])
-        columns = [[row[i] for row in documents] for i in (1, 2, 3)]
-        out.parts[split] = Part(
-            ids.astype(dtype),
-            ends,
-            np.array(columns[0], np.int64),
-            np.array(columns[1], np.uint64),
-            np.array(columns[2], np.int64),
-        )
-    return out
+            held_out.append((h if item.group is None else side_hash(item)) < threshold)
+            side: Split = "val" if held_out[-1] else "train"
+            texts[side].append(item.text)
+            sizes[side].append(len(item.text) if item.text.isascii() else len(item.text.encode()))
+            hashes.append(h)
+            rows.append(row)
+            wheres.append(item.where)
+    dtype = token_dtype(tokenizer.vocab_size)
+    parts = {}
+    for split in SPLITS:
+        ids, ends = tokenizer.encode_documents(texts[split])
+        parts[split] = Part(ids.astype(dtype), ends, np.array(sizes[split], np.int64))
+    integers = [np.array(values, np.int64) for values in (rows, empty, bad)]
+    sides, keys = np.array(held_out, bool), np.array(hashes, np.uint64)
+    return Encoded(parts, sides, keys, integers[0], wheres, *integers[1:], bad_rows, row, fault)
 
 
 _worker: tuple[Tokenizer, int, bool] | None = None  # of this process

@@ -96,7 +96,7 @@ def find(pattern: str) -> list[File]:
         found = _find_remote(pattern)
     else:
         names = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-        found = [local(Path(name)) for name in names if Path(name).is_file()]
+        found = [local(Path(name)) for name in names if not Path(name).is_dir()]
     if not found:
         raise InputError(f"--dataset {pattern}: no file matches")
     for file in found:
@@ -106,6 +106,9 @@ def find(pattern: str) -> list[File]:
 
 
 def local(path: Path) -> File:
+    """Raises InputError for what is no regular file, as a link into a file system that isn't there."""
+    if not path.is_file():
+        raise InputError(f"--dataset {path}: no readable file (a broken link?); mend it, or name the others alone")
     stat = path.stat()
     return File(str(path), stat.st_size, str(stat.st_mtime_ns))
 

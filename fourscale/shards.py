@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ FORMAT = "fourscale-shards"
 VERSION = 2
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
+DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 MAX_OPEN_FILES = 256  # of the usual limit of 1024 a process
 
 Split = Literal["train", "val"]
@@ -53,6 +54,7 @@ class ShardWriter:
 
     Names are final: write into a directory that readers don't look at, and move the shards once all are complete.
     `commit` makes what was added durable; a writer made from its answer goes on from there, whatever was added later.
+    The directory is one of several in a work directory, which messages tell to delete.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class ShardWriter:
                 self.stream_sha.update(data)
                 size -= len(data)
         if size or shard.get("sha256", sha.hexdigest()) != sha.hexdigest():
-            raise InputError(f"{path}: not what an interrupted run wrote; delete {self.directory} to start over")
+            raise InputError(f"{path}: not what an interrupted run wrote; delete {self.directory.parent} to start over")
         if "sha256" not in shard:
             self._file, self._shard_sha = path.open("r+b"), sha
             self._file.truncate(shard["tokens"] * self.dtype.itemsize)
@@ -164,7 +166,8 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Publish the manifest: durable under a temporary name, then renamed, in a directory whose shards are durable."""
     sync_directory(directory)
     temporary = directory / f"{MANIFEST}.tmp"
-    with temporary.open("w", encoding="utf-8") as f:
+    # A lone surrogate (of a file name that isn't UTF-8) becomes \udcXX, which is what JSON calls it too.
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as f:
         json.dump({"format": FORMAT, "version": VERSION} | manifest, f, indent=2, ensure_ascii=False)
         f.write("\n")
         f.flush()
@@ -200,7 +203,7 @@ class TokenStream:
     """The shards of one split as one stream of ids. Safe to use from threads and after fork or pickling.
 
     total: tokens. vocab_size: ids are below it. text_bytes: UTF-8 bytes of the text that the tokens stand for, None
-    where unknown.
+    where unknown. dtype: uint16 or uint32, so that no id is negative.
     digest: hex, names the stream's content for any shard size, as the manifest has it (`verify` reads the data).
     """
 
@@ -208,6 +211,8 @@ class TokenStream:
         self, split: str, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int, text_bytes: int | None, digest: str
     ) -> None:
         self.split, self.shards, self.dtype = split, list(shards), np.dtype(dtype)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{split}: ids of {self.dtype}, not of uint16 or uint32")
         self.vocab_size, self.text_bytes, self.digest = vocab_size, text_bytes, digest
         self.total = sum(shard.tokens for shard in self.shards)
         self._ends = np.cumsum([shard.tokens for shard in self.shards])
@@ -270,8 +275,8 @@ class TokenStream:
                 data += more
         if len(data) != size:
             raise _on_this_rank(
-                f"{shard.path}: ends before token {first + count} of {shard.tokens}; the shard was truncated: restore "
-                "it or run prepare.py again"
+                f"{shard.path}: ends before token {first + count} of {shard.tokens}; the shard was truncated: "
+                f"{remedy(shard.path.parent)}"
             )
         return np.frombuffer(data, self.dtype)
 
@@ -282,7 +287,7 @@ class TokenStream:
             if fd is None:
                 fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            raise _on_this_rank(f"{path}: missing; restore the shard or run prepare.py again") from None
+            raise _on_this_rank(f"{path}: missing; {remedy(path.parent)}") from None
         keep = len(self.shards) <= MAX_OPEN_FILES and self._files.setdefault(path, fd) == fd
         try:
             yield fd
@@ -298,9 +303,19 @@ def _on_this_rank(message: str) -> InputError:
     return error
 
 
+def remedy(data_dir: Path) -> str:
+    """What to do about damage: prepare.py makes nothing anew beside a manifest, and foreign shards not at all."""
+    return "restore it" + (
+        f", or delete {data_dir} and run prepare.py again" if (data_dir / MANIFEST).is_file() else ""
+    )
+
+
 def load_manifest(data_dir: Path) -> dict[str, Any]:
-    """The manifest of a data directory. Raises InputError where there is no directory or manifest, or it can't be read
-    by this version."""
+    """The manifest of a data directory: what the code reads of it is there, and of the right kind.
+
+    Raises InputError where there is no directory or manifest, where it can't be read by this version, and where a field
+    is missing or malformed.
+    """
     data_dir = Path(data_dir)
     path = data_dir / MANIFEST
     if data_dir.is_file():
@@ -313,33 +328,101 @@ def load_manifest(data_dir: Path) -> dict[str, Any]:
         raise InputError(
             f"{data_dir}: no {MANIFEST}, so no finished data; run python prepare.py --out {data_dir}"
         ) from None
-    except (OSError, ValueError) as e:
-        raise InputError(f"{path}: can't be read ({e}); restore it or run prepare.py again") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"{path}: can't be read ({e}); {remedy(data_dir)}") from None
     found = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else (None, None)
     if found not in ((FORMAT, VERSION), (FORMAT, 1)):  # 1 had one source, under "source"
         raise InputError(
-            f"{path}: format {found[0]} version {found[1]}, this code reads {FORMAT} version {VERSION}; "
-            "run prepare.py again"
+            f"{path}: format {_shown(found[0])} version {_shown(found[1])}, this code reads {FORMAT} version "
+            f"{VERSION}; delete {data_dir} and run prepare.py again"
         )
+    try:
+        _check_fields(manifest)
+    except ValueError as e:
+        raise InputError(f"{path}: {e}; {remedy(data_dir)}") from None
     return manifest
 
 
-def open_split(data_dir: Path, split: Split) -> TokenStream:
+def _check_fields(manifest: dict[str, Any]) -> None:
+    """Raise ValueError naming the first field that is missing or malformed."""
+    tokenizer = _field(manifest, "tokenizer", _is_table, "an object")
+    _field(tokenizer, "file", _is_file_name, "the name of a file beside it", "tokenizer.")
+    _field(tokenizer, "sha256", _is_text, "text", "tokenizer.")
+    vocab_size = _field(
+        tokenizer, "vocab_size", lambda v: _is_count(v) and 0 < v <= 1 << 32, "a number from 1 to 2^32", "tokenizer."
+    )
+    right = token_dtype(vocab_size).name
+    _field(manifest, "dtype", lambda v: v == right, f"{right!r}, as ids of a vocabulary of {vocab_size:,} have")
+    splits = _field(manifest, "splits", _is_table, "an object")
+    for split in SPLITS:
+        part = _field(splits, split, _is_table, "an object", "splits.")
+        _field(part, "stream_sha256", _is_text, "text", f"splits.{split}.")
+        listed = _field(part, "shards", _is_tables, "a list of objects", f"splits.{split}.")
+        for i, table in enumerate([part, *listed]):
+            where = f"splits.{split}." + (f"shards[{i - 1}]." if i else "")
+            for name in ("tokens", "documents", "text_bytes"):
+                _field(table, name, _is_count, "a whole number, 0 or more", where)
+        for i, shard in enumerate(listed):
+            _field(shard, "file", _is_file_name, "the name of a file beside it", f"splits.{split}.shards[{i}].")
+            _field(shard, "sha256", _is_text, "text", f"splits.{split}.shards[{i}].")
+    if "command" in manifest:  # which older ones lack, as they do the next
+        _field(manifest, "command", _is_table, "an object")
+    if "sources" in manifest:
+        _field(manifest, "sources", _is_tables, "a list of objects")
+    if manifest.get("unigram_nats") is not None:
+        _field(manifest, "unigram_nats", lambda v: type(v) in (int, float) and 0 <= v < 100, "a number of nats")
+
+
+def _field(table: dict[str, Any], name: str, fits: Callable[[Any], bool], what: str, where: str = "") -> Any:
+    if name not in table:
+        raise ValueError(f"lacks {where + name!r}")
+    if not fits(table[name]):
+        raise ValueError(f"its {where}{name} is {_shown(table[name])}, not {what}")
+    return table[name]
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_table, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 60  # no bool; bytes of it still fit an int64
+
+
+def _is_file_name(value: Any) -> bool:
+    """No path that leads elsewhere, and nothing that a message can't show."""
+    return _is_text(value) and value not in ("", ".", "..") and not set("/\\") & set(value) and value.isprintable()
+
+
+def _shown(value: Any) -> str:
+    """A value of the manifest for a message: one line, and not a long one."""
+    shown = json.dumps(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def open_split(data_dir: Path, split: Split, manifest: dict[str, Any] | None = None) -> TokenStream:
     """One split of a data directory, after checking that each shard is there in its full size.
 
-    Raises InputError as `load_manifest`, and for a missing shard, one of another size, and an empty split.
+    manifest: as `load_manifest` returned it, None to load it. Raises InputError as that, and for a missing shard, one
+    of another size, and an empty split.
     """
     data_dir = Path(data_dir)
-    manifest = load_manifest(data_dir)
-    try:
-        part, vocab_size = manifest["splits"][split], manifest["tokenizer"]["vocab_size"]
-        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-        listed = [(shard["file"], shard["tokens"]) for shard in part["shards"]]
-        text_bytes, digest = part["text_bytes"], part["stream_sha256"]
-    except (KeyError, TypeError) as e:
-        raise InputError(f"{data_dir / MANIFEST}: lacks {e}; restore it or run prepare.py again") from None
+    manifest = manifest or load_manifest(data_dir)
+    part, vocab_size = manifest["splits"][split], manifest["tokenizer"]["vocab_size"]
+    dtype, text_bytes, digest = token_dtype(vocab_size), part["text_bytes"], part["stream_sha256"]
+    listed = [(shard["file"], shard["tokens"]) for shard in part["shards"]]
     if not sum(tokens for _, tokens in listed):
-        raise InputError(f"{data_dir}: the {split} split is empty; run prepare.py again with more text")
+        raise InputError(
+            f"{data_dir}: the {split} split is empty; delete {data_dir} and run prepare.py again with more text"
+        )
     shards, start = [], 0
     for name, tokens in listed:
         shards.append(Shard(data_dir / name, tokens, start))
@@ -352,9 +435,9 @@ def _check_size(shard: Shard, dtype: np.dtype) -> None:
     try:
         found = shard.path.stat().st_size
     except OSError:
-        raise InputError(f"{shard.path}: missing; restore the shard or run prepare.py again") from None
+        raise InputError(f"{shard.path}: missing; {remedy(shard.path.parent)}") from None
     if found != shard.tokens * dtype.itemsize:
         raise InputError(
             f"{shard.path}: {found:,} bytes, the manifest has {shard.tokens:,} tokens of {dtype.itemsize} bytes "
-            f"({shard.tokens * dtype.itemsize:,}); restore the shard or run prepare.py again"
+            f"({shard.tokens * dtype.itemsize:,}); {remedy(shard.path.parent)}"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import platform
 import re
 import sysconfig
@@ -132,14 +133,16 @@ def shares(specs: Sequence[str], flag: str = "--dataset") -> list[tuple[str, Fra
     """
     found: list[tuple[str, Fraction | None]] = []
     for spec in specs:
-        match = re.fullmatch(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)", spec, re.DOTALL)
+        match = re.fullmatch(
+            r"(.+):([+-]?(?:[1-9]\d*/[1-9]\d*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?))", spec, re.DOTALL
+        )
         if match is None or Path(spec).exists():
             found.append((spec, None))
         elif (share := Fraction(match[2])) > 0:
             found.append((match[1], share))
         else:
             raise InputError(f"{flag} {spec}: the share must be above 0; leave {match[1]} out for none of it")
-    names = [name for name, _ in found]
+    names = [name if files.is_url(name) else os.path.normpath(name) for name, _ in found]
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"{flag} {name}: given twice; give it once, with the sum of the shares")
@@ -247,7 +250,10 @@ def _files(pattern: str, found: list[File], fields: Fields, separator: str | Non
                 made = _csv_chunks(file, i, *(within or [0, 1]), fields)
             else:
                 made = _text_chunks(file, i, *(within or [0, 1]), fields, separator)
-            yield from made
+            try:
+                yield from made
+            except InputError as e:  # the rest of the file can't be read: one malformed row
+                yield Chunk(0, [i + 1], documents.parse_fault, (str(e),))
             within = []
 
     sizes = [file.size for file in found]

@@ -5,6 +5,7 @@ load with the same ids. Where that file describes a byte-level BPE, encoding goe
 from it, which needs a fifth of the time; gpt2 and every saved tokenizer work without a network.
 
 `encode` takes ordinary text: `<|endoftext|>` in a corpus is thirteen characters, never the token that ends documents.
+What a foreign tokenizer changes in text is said by `Tokenizer.normalisation`; all other kinds give back what was read.
 A lone surrogate is not text (UTF-8 can't hold it) and is refused, not replaced.
 """
 
@@ -27,6 +28,7 @@ import tiktoken
 import tiktoken.load
 import tokenizers
 
+from fourscale import foreign
 from fourscale.cli import InputError, parse_count
 
 EOT = "<|endoftext|>"
@@ -40,13 +42,8 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 
-# Where pre-tokenizers differ, it's in contractions, runs of whitespace, digits, cases and marks.
-PROBE = (
-    "I'm they'LL DON'T \u017fo  two   tabs\t\t\r\n\r\n  x = [1, 22, 333, 4444] # !!\n \n  \n\ncamelCase HTTPd\u00bd"
-    "\u4e2d\u6587\u3001 \u0440\u0443 \u0939\u093f e\u0301 \u00a0\u2003 \U0001f469\u200d <|endoftext|> a/b?d=e   "
-)
-
 BPE_TRAINING_BYTES = 1_000_000_000  # bpe:N learns from the first GB of text: memory stays bounded on any corpus
+BPE_PIECE = 1000  # and from pieces of so many characters, cutting longer ones: time grows by the square of a piece
 DOWNLOAD_SECONDS = 60
 # tiktoken's regex engine panics with a stack overflow on a run of about a million spaces.
 LONG_WHITESPACE = 500_000
@@ -64,20 +61,31 @@ class Tokenizer:
         """`data` is the content of the tokenizer.json. Raises InputError where it is none, or lacks `eot_token`."""
         try:
             spec = json.loads(data)
-            self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            spec["added_tokens"] = spec.get("added_tokens") or []
+            self._backend = encoder = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            safe = foreign.without_controls(spec, eot_token) if kind == "tokenizer.json" else spec
+            if safe != spec:
+                encoder = tokenizers.Tokenizer.from_str(json.dumps(safe))
         except Exception as e:  # tokenizers raises bare Exception
             raise InputError(f"not a tokenizer.json that tokenizers {tokenizers.__version__} can read: {e}") from None
-        self._backend.encode_special_tokens = True  # special tokens in text are ordinary text
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._vocab = self._backend.get_vocab(with_added_tokens=True)
         if eot_token not in self._vocab:
             raise InputError(f"the tokenizer has no token {eot_token!r} to end documents with")
         self.kind, self.eot_token, self.eot_id = kind, eot_token, self._vocab[eot_token]
         self.vocab_size = max(self._vocab.values()) + 1  # some tiktoken vocabularies have holes
         self.sha256 = hashlib.sha256(data).hexdigest()
-        self._data, self._spec = data, spec
-        self._encoding = None if kind in ("byte", "char") else _fast_encoding(spec, self._backend, kind)
+        self._data, self._spec, self._encoder = data, spec, encoder
+        encoder.encode_special_tokens = True  # special tokens in text are ordinary text
+        encoder.no_truncation()
+        encoder.no_padding()
+        self._encoding = None if kind in ("byte", "char") else _fast_encoding(safe, encoder, kind, eot_token)
+        if kind == "tokenizer.json":
+            try:
+                self._encode(eot_token)
+            except InputError:
+                raise  # now, not in the midst of a corpus
+            except Exception:  # no token for one of its characters: tokenizers raises bare Exception
+                pass
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text, without end-of-text. Raises InputError for a lone surrogate or, by char, for a
@@ -91,9 +99,11 @@ class Tokenizer:
         if self._encoding is None and self.kind not in ("byte", "char"):
             for text in texts:
                 _utf8(text)
-            encoded: Iterable[list[int]] = (
-                one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            )
+            try:
+                batch = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+            except Exception as e:  # tokenizers raises bare Exception, as for text that its vocabulary can't spell
+                raise InputError(f"the tokenizer can't encode this text: {e}; use another") from None
+            encoded: Iterable[list[int]] = (self._ordinary(one.ids) for one in batch)
         else:
             encoded = map(self._encode, texts)
         for ids in encoded:
@@ -110,7 +120,20 @@ class Tokenizer:
             return self._encode_chars(text)
         if self._encoding is not None and not _has_long_whitespace(text):
             return self._encoding.encode_ordinary(text)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            return self._ordinary(self._encoder.encode(text, add_special_tokens=False).ids)
+        except InputError:
+            raise
+        except Exception as e:
+            raise InputError(f"the tokenizer can't encode this text: {e}; use another") from None
+
+    def _ordinary(self, ids: list[int]) -> list[int]:
+        if self.eot_id in ids:
+            raise InputError(
+                f"the tokenizer makes its end-of-text token {self.eot_token!r} of ordinary text too, and document ends "
+                "are lost; name another as eos_token in the tokenizer_config.json beside it"
+            )
+        return ids
 
     def _encode_chars(self, text: str) -> np.ndarray:
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -147,6 +170,14 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token. Raises InputError for an id outside the vocabulary."""
         return self.decode_bytes([token_id])
+
+    @functools.cached_property
+    def normalisation(self) -> str:
+        """What encoding does to text: "none" where decoding gives back what was read, as of all kinds but some foreign
+        tokenizer.json; of that, its normalizer and the loss, as `foreign.normalisation` says it."""
+        if self.kind != "tokenizer.json":
+            return "none"
+        return foreign.normalisation(self._spec, lambda text: self.decode(self._encode(text)))
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         listed = [int(i) for i in ids]
@@ -277,7 +308,10 @@ def _train_bpe(size: int, texts: Iterator[str]) -> bytes:
                 return
 
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = re.sub(r"\++", f"{{1,{BPE_PIECE}}}", GPT2_PATTERN.replace(r"\s++$|", ""))  # here `$` would end a line
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size - 1,
         min_frequency=2,
@@ -345,7 +379,7 @@ def _from_tiktoken(name: str) -> Tokenizer:
     tokenizer = Tokenizer(f"tiktoken:{name}", data, EOT)
     # Two regex engines read two spellings of one pattern: see that they agree before a corpus depends on it.
     for encode in (tokenizer.encode, lambda text: tokenizer._backend.encode(text, add_special_tokens=False).ids):
-        if encode(PROBE) != encoding.encode_ordinary(PROBE):
+        if encode(foreign.PROBE) != encoding.encode_ordinary(foreign.PROBE):
             raise InputError(f"--tokenizer {name}: its pattern can't be written as a tokenizer.json; use another")
     return tokenizer
 
@@ -445,13 +479,13 @@ def _json(model: dict[str, Any], before: dict[str, Any], decoder: dict[str, Any]
 # ---- tiktoken's speed for a tokenizer.json ---------------------------------------------------------------------------
 
 
-def _fast_encoding(spec: dict[str, Any], backend: tokenizers.Tokenizer, kind: str) -> tiktoken.Encoding | None:
+def _fast_encoding(spec: dict, backend: tokenizers.Tokenizer, kind: str, eot: str) -> tiktoken.Encoding | None:
     """A tiktoken Encoding with the same ids for ordinary text, or None where the tokenizer isn't such a byte-level BPE.
 
     tiktoken merges by id and looks whole words up first. A BPE by merge list does the same if merges stand in order of
     their results' ids, one for each token, and each token is what its own spelling merges to.
     """
-    model, added = spec["model"], {token["content"] for token in spec.get("added_tokens", [])}
+    model, added = spec["model"], {eot, *(token["content"] for token in spec.get("added_tokens", []))}
     pattern = _pattern(spec.get("pre_tokenizer") or {}, kind)
     if model.get("type") != "BPE" or pattern is None or spec.get("normalizer"):
         return None

@@ -95,7 +95,7 @@ def test_rows_add_up(tmp_path):
     taken = made.taken()[0]
     assert (taken.rows, taken.documents, taken.empty, taken.bad) == (45, 30, 2, 3)
     assert taken.duplicates == taken.dropped == 10
-    assert taken.rows == taken.documents + taken.empty + taken.bad + taken.dropped + taken.crossing + taken.beyond
+    assert taken.rows == taken.documents + taken.empty + taken.bad + taken.dropped + taken.crossing
     assert taken.bad_rows == ["row 31: no text", "row 43: no text", "row 44: no text"]
     with pytest.raises(InputError, match="row 31: no text"):
         assemble(tmp_path / "b", [source(texts, 7)])
@@ -146,8 +146,7 @@ def test_max_tokens_is_exact(tmp_path, limit):
     ids = np.frombuffer(train[: 2 * limit], "<u2")
     assert entries["train"]["text_bytes"] == (ids != BYTE.eot_id).sum()
     assert entries["train"]["documents"] == (ids == BYTE.eot_id).sum() + (ids[-1] != BYTE.eot_id)
-    taken = made.taken()[0]
-    assert taken.rows == taken.documents + taken.beyond
+    assert made.taken()[0].rows == made.taken()[0].documents
 
 
 def test_max_docs_is_exact(tmp_path):
@@ -155,7 +154,7 @@ def test_max_docs_is_exact(tmp_path):
     for limit in (1, 5, 17, 60, 99):
         made = assemble(tmp_path / str(limit), [source(texts)], max_docs=limit)
         taken = made.taken()[0]
-        assert taken.documents == min(limit, 60) and taken.rows == taken.documents + taken.beyond
+        assert taken.documents == taken.rows == min(limit, 60)
         entries = made.entries()[0]
         assert sum(entries[split]["documents"] for split in shards.SPLITS) == min(limit, 60)
 
@@ -191,7 +190,7 @@ def test_shares_are_exact(tmp_path_factory, weights, sizes, limit):
     if limit is not None and limit < level - 1:
         assert sum(tokens) == limit
     for taken in made.taken():
-        assert taken.rows == taken.documents + taken.beyond
+        assert taken.rows == taken.documents
 
 
 @pytest.mark.parametrize("dedup", (False, True))
@@ -259,3 +258,102 @@ def test_a_lost_hash_file_is_told(tmp_path, monkeypatch):
     (tmp_path / "a" / "seen_train.u64").write_bytes(b"")
     with pytest.raises(InputError, match="not what an interrupted run wrote; delete"):
         assemble(tmp_path / "a", [source(words(40))], state=state)
+
+
+# ---- against a plain model of what should happen
+
+
+def modelled(lists, groups, weights, dedup, max_tokens, max_docs, shares):
+    """Token lists of each source, train and val, taken document by document by the book."""
+    out = [{"train": [], "val": []} for _ in lists]
+    counts, at, seen, documents, dry = [0] * len(lists), [0] * len(lists), {}, 0, False
+    asked = shares if weights and max_tokens is not None else [None] * len(lists)
+    while max_docs is None or documents < max_docs:
+        if weights:
+            going = [i for i in range(len(lists)) if asked[i] is None or counts[i] < asked[i]]
+            if dry or not going:
+                break
+            i = min(going, key=lambda i: (counts[i] / weights[i], i))
+            if at[i] == len(lists[i]):
+                dry = True
+                continue
+        else:
+            going = [i for i in range(len(lists)) if at[i] < len(lists[i])]
+            if not going or (max_tokens is not None and sum(counts) >= max_tokens):
+                break
+            i = going[0]
+        text, group = lists[i][at[i]], groups[i][at[i]]
+        at[i] += 1
+        documents += 1
+        where = (
+            "val" if (encoding._hash64(group.encode()) if group else encoding.text_hash(text)) < QUARTER else "train"
+        )
+        home = seen.setdefault("".join(text.split()), (where, documents))
+        if home[0] != where or (dedup and home[1] != documents):
+            continue
+        ids = [*text.encode(), BYTE.eot_id]
+        out[i][where].append(ids)
+        counts[i] += len(ids) if where == "train" else 0
+    if weights:
+        level = min((counts[i] / weights[i] for i in range(len(lists)) if at[i] == len(lists[i]) and dry), default=None)
+        targets = [
+            min(x for x in (asked[i], None if level is None else int(level * weights[i])) if x is not None)
+            if asked[i] is not None or level is not None
+            else None
+            for i in range(len(lists))
+        ]
+    else:
+        left, targets = max_tokens, []
+        for count in counts:
+            targets.append(None if left is None else min(left, count))
+            left = None if left is None else left - targets[-1]
+    streams = []
+    for split in shards.SPLITS:
+        stream = []
+        for i in range(len(lists)):
+            flat = [t for ids in out[i][split] for t in ids]
+            stream += flat[: targets[i]] if split == "train" and targets[i] is not None else flat
+        streams.append(stream)
+    return streams
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    picks=st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=25), min_size=1, max_size=3),
+    grouped=st.booleans(),
+    weights=st.none() | st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    dedup=st.booleans(),
+    max_tokens=st.none() | st.integers(1, 400),
+    max_docs=st.none() | st.integers(1, 40),
+    per_chunk=st.integers(1, 9),
+    recent=st.integers(1, 20),
+)
+def test_documents_are_taken_by_the_book(
+    tmp_path_factory, picks, grouped, weights, dedup, max_tokens, max_docs, per_chunk, recent
+):
+    """Shares, limits, duplicates and groups together, whatever the chunks are."""
+    texts = words(26)
+    lists = [[texts[i].replace(" ", "  ") if k % 3 else texts[i] for k, i in enumerate(pick)] for pick in picks]
+    groups = [[f"g{(k + i) % 5}" if grouped else None for k in range(len(pick))] for i, pick in enumerate(picks)]
+    if len(lists) > 1:
+        max_docs = None
+    fractions = [Fraction(w, sum(weights[: len(lists)])) for w in weights[: len(lists)]] if weights else None
+    made = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "RECENT", recent)
+        made = assemble(
+            tmp_path_factory.mktemp("m"),
+            [source(t, per_chunk, g) for t, g in zip(lists, groups, strict=True)],
+            fractions,
+            dedup=dedup,
+            max_tokens=max_tokens,
+            max_docs=max_docs,
+        )
+    shares = made._shares_of(max_tokens) if fractions else None
+    expected = modelled(lists, groups, fractions, dedup, max_tokens, max_docs, shares)
+    _, files, entries = contents(made)
+    for split, stream in zip(shards.SPLITS, expected, strict=True):
+        got = np.frombuffer(b"".join(files[shard["file"]] for shard in entries[split]["shards"]), "<u2").tolist()
+        assert got == stream
+    for taken in made.taken():
+        assert taken.rows == taken.documents + taken.dropped + taken.crossing

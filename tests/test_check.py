@@ -138,6 +138,23 @@ def test_foreign_shards(tmp_path):
     assert "pass --data-dtype" in out
 
 
+def test_a_tokenizer_that_the_manifest_does_not_describe_fails(tmp_path):
+    """Its file is right and so are all hashes: nothing else tells."""
+    data = good(tmp_path / "d")
+    edit(data, lambda m: m["tokenizer"].pop("eot_token"))
+    found, _, out = checks(data, code=2)
+    assert "its tokenizer can't be made (KeyError: 'eot_token')" in found["FAIL", "hashes"]
+    assert "Traceback" not in out
+
+
+def test_a_name_that_is_not_utf8_ends_no_check(tmp_path):
+    data = good(tmp_path / "d", sources=[{"name": "caf\udce9"}])
+    data = data.rename(tmp_path / "caf\udce9")
+    out = tmp_path / "out.json"
+    run("check.py", "data", data, "--json", out)
+    assert json.loads(out.read_text(encoding="utf-8"))[0]["data"] == str(data)
+
+
 # ---- held-out text in the training set
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,11 +16,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, command, environment, one_error, rows, run
 
+import check
 import eval_ppl
-from fourscale import corpus, parallel, rundir, shards, tokenization
+from fourscale import audit, corpus, parallel, rundir, shards, tokenization
 from fourscale.budget import plan
 from fourscale.cli import InputError
-from fourscale.config import ModelConfig, TrainConfig
+from fourscale.config import CheckDataConfig, EvalConfig, ModelConfig, TrainConfig
 
 BYTE = tokenization.build("byte", lambda: iter(()))
 # Runs of train.py one after the other in one process group: name -> flags. A line of JSON an argument list.
@@ -98,6 +101,28 @@ def train_cells(work: Path, cells: list[tuple[str, tuple[object, ...]]], nproc: 
     (work / f"cells{nproc}.jsonl").write_text("\n".join(lines))
     (work / "cells.py").write_text(CELLS)
     return run(work / "cells.py", ROOT, work / f"cells{nproc}.jsonl", nproc=nproc).stdout
+
+
+def start_by_hand(world: int, script: str | Path, *args: object) -> list[subprocess.Popen[str]]:
+    """The ranks of a door, which torchrun would turn each exit code of into 1."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    ranks = []
+    for rank in range(world):
+        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(
+            subprocess.Popen(
+                command(str(script), *args),
+                env=environment(**where),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                stdin=subprocess.DEVNULL,
+            )
+        )
+    return ranks
 
 
 def mixture(sets: Path) -> tuple[object, ...]:
@@ -309,6 +334,13 @@ def test_text_of_both_sides_is_refused(sets, tmp_path):
         lambda m: json.dumps(m | {"dtype": "str"}),
         lambda m: json.dumps(m | {"dtype": "no"}),
         lambda m: json.dumps(m | {"tokenizer": m["tokenizer"] | {"sha256": None}}),
+        lambda m: json.dumps(m | {"dtype": "int16"}),
+        lambda m: json.dumps(m | {"dtype": "uint32"}),
+        lambda m: json.dumps(m | {"tokenizer": m["tokenizer"] | {"vocab_size": "257"}}),
+        lambda m: json.dumps(m | {"tokenizer": m["tokenizer"] | {"vocab_size": 300}}),  # not that of tokenizer.json
+        lambda m: json.dumps(m | {"tokenizer": m["tokenizer"] | {"eot_id": 5}}),
+        lambda m: json.dumps(m | {"tokenizer": m["tokenizer"] | {"kind": 5}}),
+        lambda m: json.dumps(m | {"tokenizer": m["tokenizer"] | {"eot_token": ["a"]}}),
         lambda m: json.dumps({k: v for k, v in m.items() if k != "tokenizer"}),
         lambda m: json.dumps(m | {"tokenizer": {k: v for k, v in m["tokenizer"].items() if k != "eot_token"}}),
         lambda m: json.dumps(m | {"splits": m["splits"] | {"val": {"shards": 3}}}),
@@ -321,7 +353,28 @@ def test_a_malformed_manifest_is_one_line(sets, tmp_path, harm):
     shutil.copytree(sets / "code", broken)
     manifest = json.loads((broken / "manifest.json").read_text())
     (broken / "manifest.json").write_text(harm(manifest))
-    refused("broken", broken)
+    refused(rf"{broken}/manifest\.json: .*delete {broken} and run prepare\.py again", broken)
+    report = check.check_data(str(broken), CheckDataConfig((str(broken),)))
+    lines = [line["text"] for line in report.checks if line["status"] == "FAIL"]
+    assert lines and all("manifest.json: " in line and "\n" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "int16"}, {"tokenizer": 3}, {"splits": {}}, {"unigram_nats": "3"}], ids=lambda c: next(iter(c))
+)
+def test_eval_ppl_says_what_is_malformed_in_a_line(sets, runs, tmp_path, change):
+    shutil.copytree(sets / "code", tmp_path / "code")
+    path = tmp_path / "code" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    words = r"manifest\.json: (its|lacks).*; restore it, or delete"
+    with pytest.raises(InputError, match=words) as e:
+        eval_ppl.open_data(str(tmp_path / "code"), EvalConfig(), rundir.open_checkpoint(runs / "web"))
+    assert "\n" not in str(e.value)
+    if "dtype" in change:
+        done = run("eval_ppl.py", "--data", tmp_path / "code", "--ckpt", runs / "web", "--backend", "gloo", code=2)
+        assert str(e.value) in one_error(done)
+        flags = ("--data", tmp_path / "code", "--ckpt-dir", tmp_path / "ckpt", *SMALL)
+        assert str(e.value) in one_error(run("train.py", *flags, code=2))
 
 
 def test_both_sides_hold_a_window_or_are_refused(sets, tmp_path):
@@ -356,7 +409,8 @@ def test_parts_have_names_that_tell_them_apart(sets, tmp_path):
     assert [p.name for p in both.parts] == [f"{sets.name}/web", f"{tmp_path.name}/web"]
     assert [p.weight for p in both.parts] == [Fraction(1, 4), Fraction(3, 4)]
     assert both.absolute["data"] == (f"{sets / 'web'}:1", f"{tmp_path / 'web'}:3")
-    same = opened(f"{sets / 'web'}:1", f"{sets / 'code' / '..' / 'web'}:1")
+    (tmp_path / "link").symlink_to(sets / "web")
+    same = opened(f"{sets / 'web'}:1", f"{tmp_path / 'link'}:1")
     assert [p.name for p in same.parts] == ["web", "web#2"]
     kept = corpus.open_corpus([str(sets / "web")], names=["as in the run"])
     assert kept.parts[0].name == "as in the run"
@@ -374,12 +428,19 @@ def test_a_run_finds_its_data_again(sets, runs):
 
 
 def test_document_masks_know_the_end_of_text(sets):
-    def filled(**flags):
-        cfg = TrainConfig(model=ModelConfig(d_model=32, n_layers=1, n_heads=2, ctx=32, **flags))
-        return plan(cfg, 257, 1, "cpu", "fp32", opened(sets / "web").eot_id).cfg.model.eot_id
+    its = opened(sets / "web").eot_id
 
-    assert filled(doc_mask=True) == 256
-    assert filled(doc_mask=True, eot_id=10) == 10
+    def filled(of_data=its, **flags):
+        cfg = TrainConfig(model=ModelConfig(d_model=32, n_layers=1, n_heads=2, ctx=32, **flags))
+        return plan(cfg, 257, 1, "cpu", "fp32", of_data).cfg.model.eot_id
+
+    assert filled(doc_mask=True) == filled(doc_mask=True, eot_id=256) == 256
+    assert filled(None, doc_mask=True, eot_id=10) == 10
+    for other in (0, 5):
+        with pytest.raises(
+            InputError, match=f"^--eot-id {other}: the data's tokenizer ends documents with id 256; leave"
+        ):
+            filled(doc_mask=True, eot_id=other)
     assert filled() is filled(eot_id=10) is None  # no part of the contract where it has no effect
     with pytest.raises(InputError, match=r"--doc-mask: .*--eot-id"):
         plan(TrainConfig(model=ModelConfig(doc_mask=True)), 257, 1, "cpu", "fp32", None)
@@ -445,6 +506,123 @@ def test_verification_reads_everything_first_in_the_background_or_not(sets, tmp_
     assert verification.failed
 
 
+def replace(directory: Path, other: Path) -> None:
+    shutil.rmtree(directory)
+    shutil.copytree(other, directory)
+
+
+@pytest.mark.parametrize("mode", ["first", "background"])
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_valid_data_that_were_put_in_place_are_not_those_of_the_run(sets, tmp_path, alone, monkeypatch, mode, when):
+    shutil.copytree(sets / "web", tmp_path / "web")
+    data = opened(f"{sets / 'code'}:1", f"{tmp_path / 'web'}:1")
+    data.parts[1].train.read(0, 9)  # a file that stays open
+    words = rf"^{tmp_path / 'web'}: was replaced by other data since the run began;"
+    if when == "before":
+        replace(tmp_path / "web", sets / "code")
+    else:
+        read = audit.blocks
+
+        def blocks(stream, shard, *rest):
+            yield from read(stream, shard, *rest)
+            if shard is data.parts[1].train.shards[-1]:  # the last block: the files are right to the end
+                replace(tmp_path / "web", sets / "code")
+
+        monkeypatch.setattr(audit, "blocks", blocks)
+    with pytest.raises(InputError, match=words):
+        corpus.Verification(data, mode, alone).close(patient=True)
+
+
+def test_one_directory_opened_twice_is_compared_twice(sets, tmp_path, alone):
+    shutil.copytree(sets / "web", tmp_path / "web")
+    old, new = opened(tmp_path / "web"), None
+    replace(tmp_path / "web", sets / "code")
+    new = opened(tmp_path / "web")
+    both = corpus.Corpus([*old.parts, *new.parts], old.tokenizer, 257, {}, [])
+    with pytest.raises(InputError, match="was replaced by other data"):
+        corpus.Verification(both, "first", alone)
+
+
+def test_what_the_run_reads_is_verified_not_what_was_put_in_its_place(sets, tmp_path, alone):
+    shutil.copytree(sets / "web", tmp_path / "web")
+    shard = tmp_path / "web" / "train_001.bin"
+    good = shard.read_bytes()
+    flip(shard)
+    data = opened(tmp_path / "web")
+    data.parts[0].train.read(20_000, 9)
+    (tmp_path / "good.bin").write_bytes(good)
+    (tmp_path / "good.bin").replace(shard)  # the run keeps on reading the damaged file
+    with pytest.raises(InputError, match=r"train_001\.bin: its content has changed"):
+        corpus.Verification(data, "first", alone)
+
+
+@pytest.mark.parametrize("mode", ["first", "background"])
+def test_a_verification_that_breaks_down_is_a_problem(sets, alone, monkeypatch, mode):
+    def broken(*_, **__):
+        raise RecursionError("two\nlines")
+
+    monkeypatch.setattr(audit, "verify", broken)
+    words = rf"^--data {sets / 'web'}: its verification broke down \(RecursionError: two lines\);"
+    with pytest.raises(InputError, match=words):
+        corpus.Verification(opened(sets / "web"), mode, alone).close(patient=True)
+
+
+def test_a_thread_that_may_not_lower_its_priority_still_reads(sets, alone, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse, raising=False)
+    verification = corpus.Verification(opened(sets / "web"), "background", alone)
+    assert verification.close(patient=True) == {"data_verified": True}
+
+
+# train.py with a verification that reads on until it is told to stop, and says that it does.
+ENDLESS = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+import train
+from fourscale import audit
+
+def verify(data_dir, on_bytes, stop, first, opened):
+    Path(sys.argv[0]).with_suffix(".reads").touch()
+    while not stop():
+        on_bytes(1)
+        time.sleep(0.01)
+    raise audit.Stopped
+
+audit.verify = verify
+train.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "world", "whom"),
+    [(signal.SIGTERM, 1, [0]), (signal.SIGINT, 2, [0, 1]), (signal.SIGUSR1, 2, [1])],  # rank 1 reads nothing
+)
+def test_a_stop_while_data_are_verified_first_is_answered_at_once(sets, tmp_path, number, world, whom):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    flags = ("--data", sets / "web", "--ckpt-dir", tmp_path / "ckpt", *SMALL, "--verify-data", "first")
+    ranks = start_by_hand(world, tmp_path / "endless.py", ROOT, *flags)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "endless.reads").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert [r.poll() for r in ranks] == [None] * world
+    for rank in whom:
+        ranks[rank].send_signal(number)
+    try:
+        errs = [r.communicate(timeout=30)[1] for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+    assert [r.returncode for r in ranks] == [0] * world, errs
+    stopped = json.loads((tmp_path / "ckpt" / "STOPPED.json").read_text())
+    assert (stopped["update"], stopped["data_verified"]) == (0, False)
+    assert stopped["by"] == (signal.Signals(number).name if 0 in whom else "a signal to another rank")
+    assert not list((tmp_path / "ckpt").glob("step_*"))
+
+
 def test_an_end_does_not_wait_for_a_long_verification(sets, tmp_path, alone):
     slow = write(tmp_path / "slow", ["x" * 1_000] * 20_000, ["y" * 1_000] * 2, shard_tokens=10**8)
     verification = corpus.Verification(opened(slow), "background", alone)
@@ -459,24 +637,8 @@ def test_an_end_does_not_wait_for_a_long_verification(sets, tmp_path, alone):
 def test_a_flipped_bit_ends_the_run_on_every_rank_and_saves_nothing(sets, tmp_path):
     shutil.copytree(sets / "web", tmp_path / "web")
     flip(tmp_path / "web" / "train_001.bin")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     flags = ("--data", tmp_path / "web", "--ckpt-dir", tmp_path / "ckpt", *SMALL, "--tokens", 10**9, "--eval-every", 0)
-    ranks = []
-    for rank in range(2):  # started by hand: torchrun would turn each exit code into 1
-        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks.append(
-            subprocess.Popen(
-                command("train.py", *flags),
-                env=environment(**where),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                stdin=subprocess.DEVNULL,
-            )
-        )
+    ranks = start_by_hand(2, "train.py", *flags)
     errs = [r.communicate(timeout=120)[1] for r in ranks]
     assert [r.returncode for r in ranks] == [2, 2], errs
     message = [line for line in errs[0].splitlines() if line.startswith("error: ")]

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import filelock
 import pytest
-from conftest import run as door
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare
-from fourscale import assembly, audit, encoding, shards, sources, tokenization
+from fourscale import assembly, audit, encoding, journal, shards, sources, tokenization
 from fourscale.cli import InputError, RunFailed
 from fourscale.config import PrepareConfig
 
@@ -110,7 +109,7 @@ def test_text_is_left_as_it_is(tmp_path, monkeypatch, capsys):
         run(monkeypatch, "--dataset", odd, "--out", out, "--tokenizer", tokenizer)
         assert sorted(split_texts(out, "train") + split_texts(out, "val")) == sorted(texts)
     said = capsys.readouterr().out
-    assert "licence: unknown; pass --license" in said and f"{len(texts)} written + 1 empty" in said
+    assert "the licence of the text is unknown; --license NAME" in said and f"{len(texts)} written + 1 empty" in said
 
 
 def test_the_door_from_another_directory(tmp_path):
@@ -212,14 +211,14 @@ def test_a_character_of_the_held_out_side_has_an_id(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("texts", "args", "message"),
     (
-        (["alone\n"], (), "no text for the train split: 1 documents are not empty"),
-        (["same\n"] * 9, (), "no text for the train split: 9 documents are not empty"),
-        ([], (), "no text for the train split: 0 documents are not empty"),
+        (["alone\n"], (), "no text for the train split, of 1 document(s) in all"),
+        (["same\n"] * 9, (), "no text for the train split, of 9 document(s) in all"),
+        ([], (), "no text for the train split, of 0 document(s) in all"),
         (["same\n"] * 9, ("--val-docs", 1), "the corpus has 1 distinct documents, which leaves none to train on"),
         (stories(30), ("--val-docs", 30), "the corpus has 30 distinct documents"),
         (stories(30), ("--val-docs", 0), "--val-docs 0: hold out at least 1"),
         (stories(30), ("--val-fraction", 1), "--val-fraction 1.0: give a share above 0 and below 1"),
-        (stories(30), ("--val-fraction", "0.999999"), "no text for the train split: 30 documents are not empty"),
+        (stories(30), ("--val-fraction", "0.999999"), "no text for the train split, of 30 document(s) in all"),
         (stories(30), ("--shard-tokens", 0), "--shard-tokens 0"),
     ),
 )
@@ -308,7 +307,7 @@ def alive(pid):
 
 def journal_of(out):
     with contextlib.suppress(OSError):
-        return json.loads((out / assembly.UNFINISHED / "journal.json").read_text())
+        return json.loads((out / journal.UNFINISHED / "journal.json").read_text())
     return {}
 
 
@@ -409,8 +408,8 @@ def test_another_command_does_not_touch_unfinished_work(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="input files have changed since this work was begun"):
         run(monkeypatch, *args)
     jsonl(corpus, stories())
-    monkeypatch.setattr(assembly, "__version__", "9.9")
-    with pytest.raises(InputError, match=r"input files have changed|begun by fourscale"):
+    monkeypatch.setattr(journal, "VERSIONS", "fourscale 9.9")
+    with pytest.raises(InputError, match=r"input files have changed|was begun by fourscale"):
         run(monkeypatch, *args)
 
 
@@ -431,7 +430,7 @@ def test_stopped_while_publishing(tmp_path, monkeypatch, at):
         return replace(path, target)
 
     def stopped(path, *args, **kw):
-        if Path(path).name == assembly.UNFINISHED:
+        if Path(path).name == journal.UNFINISHED:
             raise KeyboardInterrupt
         return remove(path, *args, **kw)
 
@@ -497,133 +496,3 @@ def test_the_unigram_bar_is_that_of_the_written_tokens(tmp_path, monkeypatch):
     train, val = (np.bincount(s.read(0, s.total), minlength=257) for s in streams.values())
     share = (train + 1) / (train + 1).sum()
     assert manifest["unigram_nats"] == pytest.approx(-(val * np.log(share)).sum() / val.sum())
-
-
-# ---- several sources, limits, malformed rows
-
-
-def test_shares_through_the_door(tmp_path, monkeypatch, capsys):
-    a, b = jsonl(tmp_path / "a.jsonl", stories(400, 1)), jsonl(tmp_path / "b.jsonl", stories(400, 2))
-    args = ["--dataset", f"{a}:0.7", "--dataset", f"{b}:0.3", "--tokenizer", "byte", "--val-fraction", 0.1]
-    run(monkeypatch, *args, "--max-tokens", "10_001", "--out", tmp_path / "cut", "--shard-tokens", 3000)
-    manifest = shards.load_manifest(tmp_path / "cut")
-    assert [source["train_tokens"] for source in manifest["sources"]] == [7001, 3000]
-    assert manifest["splits"]["train"]["tokens"] == 10_001 and audit.verify(tmp_path / "cut") == []
-    assert [shard["tokens"] for shard in manifest["splits"]["train"]["shards"]] == [3000, 3000, 1001, 3000]
-    said = capsys.readouterr().out
-    assert "a.jsonl: 7,001 training tokens (70.0030% asked: 7/10)" in said
-    total = sum(part["tokens"] for part in manifest["splits"].values())
-    assert f"wrote {tmp_path / 'cut'}: {total:,} tokens (0.000 GB) in" in said.splitlines()[-1]
-    run(monkeypatch, *args, "--out", tmp_path / "all")
-    tokens = [source["train_tokens"] for source in shards.load_manifest(tmp_path / "all")["sources"]]
-    assert abs(tokens[1] * 7 - tokens[0] * 3) <= 7 and sum(tokens) > 20_000
-    run(monkeypatch, *args, "--max-tokens", "1e6", "--out", tmp_path / "short")
-    assert f"note: the text has {sum(tokens):,} training tokens in these shares, fewer than" in capsys.readouterr().out
-
-
-def test_a_malformed_row_stops_and_skip_bad_goes_on_from_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(assembly, "COMMIT_SECONDS", 0.0)
-    texts = stories(30_000)
-    corpus = jsonl(tmp_path / "a.jsonl", texts)
-    lines = corpus.read_text().splitlines(keepends=True)
-    lines[25_000] = '{"text": 3}\n'
-    lines[27_000] = '{"text": "cut off\n'
-    corpus.write_text("".join(lines))
-    args = ["--dataset", corpus, "--tokenizer", "byte", "--out", tmp_path / "data"]
-    with pytest.raises(InputError, match=r"a\.jsonl:25001: "):
-        run(monkeypatch, *args)
-    assert "assembly" in journal_of(tmp_path / "data")
-    run(monkeypatch, *args, "--skip-bad")
-    said = capsys.readouterr().out
-    assert "going on after" in said and "skipped: " in said and "a.jsonl:27001: " in said
-    assert "rows read 30,000 = 29,998 written + 2 malformed" in said
-    run(monkeypatch, *args[:-1], tmp_path / "at once", "--skip-bad")
-    assert files_of(tmp_path / "data") == files_of(tmp_path / "at once")
-
-
-def test_groups_and_duplicates_are_on_record(tmp_path, monkeypatch, capsys):
-    rows = [{"text": t, "url": f"https://www.s{i % 20}.org/{i}"} for i, t in enumerate([*stories(200), *stories(30)])]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = ["--dataset", tmp_path / "a.jsonl", "--tokenizer", "byte", "--group-field", "url", "--val-fraction", 0.2]
-    run(monkeypatch, *args, "--dedup", "--out", tmp_path / "data")
-    manifest = shards.load_manifest(tmp_path / "data")
-    assert manifest["deduplication"].startswith("first of texts that are") and "'url'" in manifest["split"]["rule"]
-    train, val = split_texts(tmp_path / "data", "train"), split_texts(tmp_path / "data", "val")
-    assert sorted(train + val) == sorted(stories(200)) and val
-    site = {row["text"]: row["url"].split("/")[2] for row in rows[:200]}
-    assert not {site[t] for t in train} & {site[t] for t in val}
-    assert "rows read 230 = 200 written + " in capsys.readouterr().out
-    run(monkeypatch, *args, "--out", tmp_path / "kept")
-    assert "duplicates kept; --dedup drops them" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    (
-        (("--dataset", "a.jsonl", "--dataset", "b.jsonl", "--max-docs", 5), "--max-docs: counts the documents of one"),
-        (("--dataset", "a.jsonl:1", "--dataset", "b.jsonl:2", "--val-docs", 5), "--val-docs: chosen from all"),
-        (("--dataset", "a.jsonl", "--val-docs", 5, "--group-field", "n"), "--val-docs: chosen from all of the corpus"),
-        (("--dataset", "a.jsonl:0.5", "--dataset", "b.jsonl"), "--dataset"),
-        (("--dataset", "a.jsonl:0", "--dataset", "b.jsonl:1"), "--dataset"),
-        (("--dataset", "a.jsonl", "--max-tokens", 0), "--max-tokens 0: must be at least 1"),
-        (("--dataset", "a.jsonl", "--workers", 0), "--workers 0: must be at least 1"),
-        (("--dataset", "a.jsonl", "--group-field", "site"), "no field 'site'"),
-        (("--dataset", "a.jsonl", "--text-field", "body"), "no field 'body'"),
-    ),
-)
-def test_what_cannot_be_meant_is_refused_and_leaves_nothing(tmp_path, monkeypatch, args, message):
-    monkeypatch.chdir(tmp_path)
-    jsonl(tmp_path / "a.jsonl", stories(50)), jsonl(tmp_path / "b.jsonl", stories(50, 1))
-    with pytest.raises(InputError) as e:
-        run(monkeypatch, *args, "--tokenizer", "byte")
-    assert message in str(e.value) and "\n" not in str(e.value)
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_plain_locale_and_odd_text(tmp_path):
-    """LC_ALL=C, names and text beyond ASCII, a line of 10 MB, CRLF, NUL and a byte order mark: all of it comes back."""
-    texts = ["naïve " * 1_500_000, "\ufeffmark\r\nCRLF \0 \u2028 中", *stories(50)]
-    jsonl(tmp_path / "größe.jsonl", texts)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHON"))} | {"LC_ALL": "C"}
-    args = [sys.executable, DOOR, "--dataset", str(tmp_path / "größe.jsonl"), "--tokenizer", "bpe:300"]
-    done = subprocess.run([*args, "--out", str(tmp_path / "d")], capture_output=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert sorted(split_texts(tmp_path / "d", "train") + split_texts(tmp_path / "d", "val")) == sorted(texts)
-    assert b"longest document 10,500,000 bytes" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_wide_vocabulary_from_text_to_a_resumed_run(tmp_path):
-    """Above 65,536 ids shards are uint32, and nothing on the way to a sample wraps an id."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(5, 9))) for _ in range(60_000)]
-    texts = [" ".join(words[i : i + 50]) for i in range(0, len(words), 50)]
-    corpus = jsonl(tmp_path / "wide.jsonl", [f"{text} {i}" for i, text in enumerate(texts * 2)])
-    data, ckpt = tmp_path / "data", tmp_path / "ckpt"
-    door("prepare.py", "--dataset", corpus, "--tokenizer", "bpe:131072", "--out", data)
-    manifest = shards.load_manifest(data)
-    assert manifest["dtype"] == "uint32" and manifest["tokenizer"]["vocab_size"] > 100_000
-    stream = shards.open_split(data, "train")
-    assert stream.read(0, stream.total).max() > 65_535 and audit.verify(data) == []
-    assert set(split_texts(data, "train")) <= {f"{text} {i}" for i, text in enumerate(texts * 2)}
-    shape = ("--d-model", 16, "--n-layers", 1, "--n-heads", 2, "--ctx", 32, "--global-bsz", 8, "--steps", 6)
-    flags = ("--data", data, "--ckpt-dir", ckpt, *shape, "--eval-tokens", 300, "--backend", "gloo", "--resume", "auto")
-    door("train.py", *flags, "--stop-after", 3)
-    door("train.py", *flags)
-    assert (ckpt / "DONE.json").is_file()
-    door("sample.py", "--ckpt", ckpt, "--prompt", words[0], "--max-new-tokens", 8, "--temperature", 0)
-
-
-def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
-    corpus, real = jsonl(tmp_path / "a.jsonl", stories()), assembly.Assembly.run
-
-    def change(self, *args):
-        real(self, *args)
-        jsonl(corpus, stories(301))
-
-    args = ["--dataset", corpus, "--tokenizer", "byte", "--out", tmp_path / "data"]
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="files have changed while they were read"):
-        patch.setattr(assembly.Assembly, "run", change)
-        run(patch, *args)
-    assert not (tmp_path / "data").exists()
-    run(monkeypatch, *args)

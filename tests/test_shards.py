@@ -18,6 +18,7 @@ from fourscale.cli import InputError
 from fourscale.shards import ShardWriter, load_manifest, open_split
 
 VOCAB = 300
+AGAIN = r"; restore it, or delete .* and run prepare\.py again$"  # prepare.py finds nothing to do beside a manifest
 
 
 def write(directory, documents, shard_tokens=100, vocab_size=VOCAB, **manifest):
@@ -161,7 +162,9 @@ def test_a_writer_refuses_shards_that_are_not_its_own(tmp_path, shard, damage):
         path.write_bytes(bytes([data[0] ^ 1]) + data[1:] if damage == "flip" else data[:-1])
     if (shard, damage) == ("train_002.bin", "flip"):
         return  # not complete, so not hashed yet
-    with pytest.raises(InputError, match=rf"{shard}: not what an interrupted run wrote; delete"):
+    with pytest.raises(
+        InputError, match=rf"{shard}: not what an interrupted run wrote; delete {tmp_path.parent} to start over$"
+    ):
         ShardWriter(tmp_path, "train", VOCAB, 10, state)
 
 
@@ -235,7 +238,7 @@ def test_no_directory_no_manifest_another_version(tmp_path):
     with pytest.raises(InputError, match="version 3, this code reads fourscale-shards version 2"):
         load_manifest(tmp_path / "a")
     edit_manifest(tmp_path / "a", lambda m: (m.update(version=1), m["splits"].pop("val")))
-    with pytest.raises(InputError, match="lacks 'val'"):
+    with pytest.raises(InputError, match=r"lacks 'splits\.val'"):
         open_split(tmp_path / "a", "val")
     for broken in ("{", "[]", ""):
         (tmp_path / "a" / "manifest.json").write_text(broken)
@@ -256,23 +259,27 @@ def test_missing_and_truncated_shards_are_named(tmp_path):
     stream = open_split(data, "train")
     for size in (0, len(whole) - 1, len(whole) + 2):
         victim.write_bytes((whole + b"\0\0")[:size])
-        with pytest.raises(InputError, match=r"train_004\.bin: .* bytes, the manifest has 100 tokens") as e:
+        with pytest.raises(InputError, match=rf"train_004\.bin: .* bytes, the manifest has 100 tokens.*{AGAIN}") as e:
             open_split(data, "train")
         assert one_line(e)
     # cut short after the check at the start, as by a full disk or a second writer
     stream.read(400, 10)
     for size in (0, 19, 101):
         os.truncate(victim, size)
-        with pytest.raises(InputError, match=r"train_004\.bin: ends before token") as e:
+        with pytest.raises(InputError, match=rf"train_004\.bin: ends before token .* was truncated.*{AGAIN[1:]}") as e:
             stream.windows(np.array([0, 380]), 90)
         assert e.value.all_ranks  # only the rank that reads it knows
     stream.read(380, 20)  # the rest is still there
     victim.unlink()
-    with pytest.raises(InputError, match=r"train_004\.bin: missing"):
+    with pytest.raises(InputError, match=rf"train_004\.bin: missing{AGAIN}"):
         open_split(data, "train")
     fresh = pickle.loads(pickle.dumps(stream))
-    with pytest.raises(InputError, match=r"train_004\.bin: missing"):
+    with pytest.raises(InputError, match=rf"train_004\.bin: missing{AGAIN}"):
         fresh.read(450, 1)
+    (data / "manifest.json").rename(data / "kept")  # as of foreign shards, which prepare.py did not make
+    with pytest.raises(InputError, match=r"train_004\.bin: missing; restore it$"):
+        fresh.read(450, 1)
+    (data / "kept").rename(data / "manifest.json")
     problems = verify(data)
     assert len(problems) == 1 and "train_004.bin: missing" in problems[0]
 
@@ -305,3 +312,91 @@ def test_the_manifest_replaces_itself_whole(tmp_path):
     write(tmp_path, documents())
     assert not list(tmp_path.glob("*.tmp"))
     assert load_manifest(tmp_path)["format"] == "fourscale-shards"
+
+
+def test_the_manifest_holds_any_string(tmp_path):
+    names = {"source": "caf\udce9.txt", "\udce9": ["\\\udce9\\", "\ud800", "é", "\U0001f600", "\\u0041"]}
+    write(tmp_path, documents(), odd=names)
+    assert load_manifest(tmp_path)["odd"] == names
+    assert "é" in (tmp_path / "manifest.json").read_text(encoding="utf-8")  # readable where it can be
+
+
+def harmed(*where, to):
+    """A change of a manifest: the value at a path of keys."""
+
+    def change(m):
+        for key in where[:-1]:
+            m = m[key]
+        if to is None:
+            del m[where[-1]]
+        else:
+            m[where[-1]] = to
+
+    return change
+
+
+SHARD = ("splits", "train", "shards", 1)
+MALFORMED = {
+    "tokenizer.vocab_size is 300.0, not": harmed("tokenizer", "vocab_size", to=300.0),
+    'tokenizer.vocab_size is "300", not': harmed("tokenizer", "vocab_size", to="300"),
+    "tokenizer.vocab_size is true, not": harmed("tokenizer", "vocab_size", to=True),
+    "tokenizer.vocab_size is 0, not": harmed("tokenizer", "vocab_size", to=0),
+    "lacks 'tokenizer.vocab_size'": harmed("tokenizer", "vocab_size", to=None),
+    "tokenizer.file is .*, not": harmed("tokenizer", "file", to="../tokenizer.json"),
+    "tokenizer.sha256 is 1, not": harmed("tokenizer", "sha256", to=1),
+    "tokenizer is .300., not": harmed("tokenizer", to=[300]),
+    "lacks 'tokenizer'": harmed("tokenizer", to=None),
+    "dtype is .int16., not 'uint16'": harmed("dtype", to="int16"),
+    "dtype is .uint32., not 'uint16', as ids of a vocabulary of 300": harmed("dtype", to="uint32"),
+    "dtype is .float16., not": harmed("dtype", to="float16"),
+    "dtype is .a.nb., not": harmed("dtype", to="a\nb"),
+    "dtype is 3, not": harmed("dtype", to=3),
+    "lacks 'dtype'": harmed("dtype", to=None),
+    "dtype is .uint16., not 'uint32'": harmed("tokenizer", "vocab_size", to=70_000),
+    "splits is .., not": harmed("splits", to=[]),
+    "splits.val is 1, not": harmed("splits", "val", to=1),
+    "lacks 'splits.train.stream_sha256'": harmed("splits", "train", "stream_sha256", to=None),
+    "splits.train.text_bytes is 1.5, not": harmed("splits", "train", "text_bytes", to=1.5),
+    "splits.train.documents is .many., not": harmed("splits", "train", "documents", to="many"),
+    "splits.train.shards is .*, not a list": harmed("splits", "train", "shards", to={"0": 1}),
+    r"splits.train.shards is \[7\], not a list of": harmed("splits", "train", "shards", to=[7]),
+    r"shards\[1\].tokens is 100.0, not": harmed(*SHARD, "tokens", to=100.0),
+    r"shards\[1\].tokens is .100., not": harmed(*SHARD, "tokens", to="100"),
+    r"shards\[1\].tokens is -100, not": harmed(*SHARD, "tokens", to=-100),
+    r"shards\[1\].tokens is 10{56}\.\.\., not": harmed(*SHARD, "tokens", to=10**400),
+    r"shards\[1\].sha256 is false, not": harmed(*SHARD, "sha256", to=False),
+    r"lacks 'splits.train.shards\[1\].file'": harmed(*SHARD, "file", to=None),
+    r"shards\[1\].file is .*/train_001.bin., not": harmed(*SHARD, "file", to="../a/train_001.bin"),
+    r"shards\[1\].file is ./etc/passwd., not": harmed(*SHARD, "file", to="/etc/passwd"),
+    r"shards\[1\].file is .a..b., not": harmed(*SHARD, "file", to="a\\b"),
+    r"shards\[1\].file is ...., not": harmed(*SHARD, "file", to=".."),
+    r"shards\[1\].file is .a.u0000., not": harmed(*SHARD, "file", to="a\0"),
+    r"shards\[1\].file is .a.ud800., not": harmed(*SHARD, "file", to="a\ud800"),
+    r"unigram_nats is .3., not": harmed("unigram_nats", to="3"),
+    r"command is .., not": harmed("command", to=[]),
+    r"sources is .*, not": harmed("sources", to=["a"]),
+}
+
+
+@pytest.mark.parametrize("words", MALFORMED)
+def test_a_malformed_manifest_is_named_in_a_line(tmp_path, words):
+    write(tmp_path, documents())
+    edit_manifest(tmp_path, MALFORMED[words])
+    for reader in (load_manifest, verify, lambda d: open_split(d, "train")):
+        with pytest.raises(InputError, match=rf"manifest\.json: .*{words}.*{AGAIN}") as e:
+            reader(tmp_path)
+        assert one_line(e)
+
+
+def test_a_manifest_of_nothing_but_brackets_is_a_line(tmp_path):
+    write(tmp_path, documents())
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"manifest\.json: can't be read") as e:
+        load_manifest(tmp_path)
+    assert one_line(e)
+
+
+@pytest.mark.parametrize("dtype", ("int16", "<i4", "uint64", "float32", ">u2"))
+def test_ids_are_unsigned(dtype):
+    with pytest.raises(ValueError, match=r"train: ids of .*, not of uint16 or uint32"):
+        shards.TokenStream("train", [], np.dtype(dtype), VOCAB, None, "")

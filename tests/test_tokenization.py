@@ -16,7 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourscale import tokenization
+from fourscale import foreign, tokenization
 from fourscale.cli import InputError
 from fourscale.tokenization import EOT, build, load
 
@@ -261,6 +261,34 @@ def test_bpe_size_and_determinism():
     assert build("bpe:9_000", lambda: iter(texts)).vocab_size < 9000  # the text has no more pairs
 
 
+def test_bpe_learns_the_same_where_no_piece_is_long():
+    """As tokenizers' own ByteLevel cuts it, whitespace and odd characters at all ends of pieces included."""
+    source = Path(tokenization.__file__).read_text(encoding="utf-8")
+    texts = [source, *TEXTS, *TRICKY, foreign.TRIAL, *(f"a{c}1{c}{c}.  {c}'s\n" for c in map(chr, range(0x3100)))]
+    longest = [c * 999 for c in ("a", "\u4e2d", "7", "=", " ", "\n", "\u3000")]
+    texts += [text + end for text in longest for end in ("", "x", " x", "\n", "=")]
+    plain = tokenizers.Tokenizer(tokenizers.models.BPE())
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=1199, min_frequency=2, initial_alphabet=alphabet)
+    plain.train_from_iterator(texts, trainer)
+    model = json.loads(plain.to_str())["model"]
+    assert len(model["vocab"]) == 1199
+    expected = tokenization._byte_level_json(model["vocab"], model["merges"], {EOT: len(model["vocab"])})
+    assert build("bpe:1200", lambda: iter(texts))._data == expected
+
+
+def test_bpe_learns_from_long_pieces_in_little_time():
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list(chars), 300_000)) for chars in ("abcdefghijklmnopqrstuvwxyz", "0123456789")]
+    started = time.monotonic()
+    tokenizer = build("bpe:1000", lambda: iter(texts))
+    assert time.monotonic() - started < 15  # uncut: minutes
+    assert tokenizer.vocab_size == 1000
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_bpe_reads_a_bounded_part_of_the_corpus(monkeypatch):
     monkeypatch.setattr(tokenization, "BPE_TRAINING_BYTES", 1000)
     seen = []
@@ -295,6 +323,165 @@ def test_merges_in_another_order_than_ids_are_left_to_tokenizers(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(data)
     tokenizer = build(str(tmp_path), lambda: iter(()))
     assert tokenizer.encode("abc") == [words["ab"], vocab["c"]]
+
+
+def rewritten(path, tokenizer, change, eot=None):
+    """The tokenizer.json of `tokenizer` after `change(spec)`, as built from a directory of its own."""
+    spec = json.loads(tokenizer._data)
+    change(spec)
+    path.mkdir()
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    if eot:
+        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eot}))
+    return build(str(path), lambda: iter(()))
+
+
+@pytest.mark.parametrize("kind", ("gpt2", "metaspace.json", "specials_first.json"))
+def test_no_text_is_a_control_token_whatever_the_file_says(made, tmp_path, kind):
+    """Added tokens that are not special are matched in text; so may those be that belong to it."""
+    new = ("<|fim|>", "\t\t\t", "[INST]", "<h1>", "<\uff5cuser\uff5c>")
+
+    def change(spec):
+        size = made[kind][0].vocab_size
+        plain = spec["added_tokens"][0]
+        spec["added_tokens"] += [plain | {"id": size + i, "content": content} for i, content in enumerate(new)]
+        for token in spec["added_tokens"]:
+            token["special"] = False
+
+    before, after = made[kind][0], rewritten(tmp_path / "a", made[kind][0], change)
+    assert after.eot_id == before.eot_id and after.vocab_size == before.vocab_size + len(new)
+    assert after.save(tmp_path)["sha256"] == hashlib.sha256((tmp_path / "a/tokenizer.json").read_bytes()).hexdigest()
+    stop = after.eot_token
+    for text in (stop, f"a{stop}{stop} b", f" {stop} ", "<|fim|> [INST] x", "<\uff5cuser\uff5c>", *TRICKY, *TEXTS):
+        assert after.encode(text) == before.encode(text)
+        assert after.encode_documents([text] * 2)[0].tolist() == [*before.encode(text), before.eot_id] * 2
+    for content in ("\t\t\t", "<h1>"):
+        ids = after.encode(f"a{content}b")
+        assert before.vocab_size + new.index(content) in ids
+        assert after.decode(ids) == f"a{content}b" or kind == "metaspace.json"  # which adds a space
+    everything = list(range(after.vocab_size))
+    raw, _ = elsewhere(tmp_path)
+    assert after.decode(everything) == raw.decode(everything, skip_special_tokens=False)
+
+
+def words_model(kind, unknown="<unk>"):
+    """A tokenizer that looks whole words up, and holds its control tokens among them as T5 does."""
+    words = ["<pad>", "</s>", "<unk>", "\u2581", "\u2581a", "a", "<", "/", "s", ">", "\u2581</s>"]
+    if kind == "Unigram":
+        model = tokenizers.models.Unigram([(w, -i / 2) for i, w in enumerate(words)], words.index(unknown), False)
+        before = tokenizers.pre_tokenizers.Metaspace()
+    else:
+        model = getattr(tokenizers.models, kind)({w: i for i, w in enumerate(words)}, unk_token=unknown)
+        before = tokenizers.pre_tokenizers.WhitespaceSplit()
+    out = tokenizers.Tokenizer(model)
+    out.pre_tokenizer = before
+    out.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    out.add_tokens(["\t\t"])
+    return out
+
+
+@pytest.mark.parametrize("kind", ("Unigram", "WordLevel", "WordPiece"))
+def test_no_word_of_a_model_is_a_control_token(tmp_path, kind):
+    raw = words_model(kind)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build(str(tmp_path), lambda: iter(()))
+    raw.encode_special_tokens = True
+    assert 1 in raw.encode("a </s> a</s>").ids  # the danger
+    for text in ("a </s> a</s>", "</s>", "<pad>", "a", "a\t\ta", "</s>\t\t</s>", "s <"):
+        ids = tokenizer.encode(text)
+        assert not {0, 1} & set(ids)
+        assert [tokenizer.eot_id, *ids].count(1) == 1
+        if "</s>" not in text and "<pad>" not in text:
+            assert ids == raw.encode(text).ids
+    assert (tokenizer.eot_id, tokenizer.vocab_size, tokenizer.encode("a\t\ta")[1]) == (1, 12, 11)
+    assert tokenizer.decode(range(12)) == raw.decode(range(12), skip_special_tokens=False)
+
+
+def test_end_of_text_that_text_can_spell_is_refused(made, tmp_path):
+    for name, eot in (("a", "."), ("b", "\u0120the")):
+        with pytest.raises(InputError, match=r"of ordinary text too.*; name another as eos_token") as e:
+            rewritten(tmp_path / name, made["gpt2"][0], lambda spec: None, eot).encode(" the")
+        assert "\n" not in str(e.value)
+    words_model("WordLevel", "</s>").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(
+        InputError, match=r"tokenizer\.json: the tokenizer makes its end-of-text token '</s>' of ordinary"
+    ):
+        build(str(tmp_path), lambda: iter(()))  # its unknown token
+
+
+N = tokenizers.normalizers
+BLOCK = "U+2581 becomes a space"
+LLAMA = N.Sequence([N.Prepend("\u2581"), N.Replace(" ", "\u2581")])
+D = tokenizers.decoders
+LLAMA_BACK = D.Sequence([D.Replace("\u2581", " "), D.ByteFallback(), D.Fuse(), D.Strip(" ", 1, 0)])
+
+
+def bytes_model(normalizer=None, before=None, decoder=None):
+    """Every character falls back to bytes; nothing is lost but by the parts given."""
+    vocab = {t: i for i, t in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", "a"])}
+    out = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    out.add_special_tokens(["<unk>", "</s>"])
+    out.decoder = decoder or D.Sequence([D.ByteFallback(), D.Fuse()])
+    if normalizer:
+        out.normalizer = normalizer
+    if before:
+        out.pre_tokenizer = before
+    return out
+
+
+METASPACE = tokenizers.pre_tokenizers.Metaspace()
+META_BACK = D.Sequence([D.ByteFallback(), D.Metaspace(), D.Fuse()])
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    (
+        ((), "none"),
+        ((LLAMA, None, LLAMA_BACK), f"Prepend, Replace ' ' by '\u2581'; {BLOCK}"),
+        ((None, METASPACE, META_BACK), f"one leading space is taken off, {BLOCK}"),
+        (
+            (LLAMA, None, D.Sequence([D.Replace("\u2581", " "), D.ByteFallback(), D.Fuse()])),
+            "...a leading space is added",
+        ),
+        ((None, None, D.Sequence([D.ByteFallback(), D.Fuse(), D.Strip(" ", 9, 0)])), "leading spaces are taken off"),
+        ((N.Sequence([N.NFKC(), N.Lowercase()]),), "NFKC, Lowercase; not reversible"),
+        ((N.NFC(),), "NFC; not reversible"),
+        ((N.StripAccents(),), "StripAccents; not reversible"),
+        ((N.Replace("``", '"'),), "Replace '``' by '\"'; not reversible"),  # that TRIAL does not hold
+        (
+            (N.BertNormalizer(strip_accents=False),),
+            "BertNormalizer clean_text handle_chinese_chars lowercase; not rev...",
+        ),
+        ((None, tokenizers.pre_tokenizers.WhitespaceSplit()), "not reversible"),
+    ),
+)
+def test_what_a_tokenizer_does_to_text_is_said(tmp_path, parts, said):
+    bytes_model(*parts).save(str(tmp_path / "tokenizer.json"))
+    found = build(str(tmp_path), lambda: iter(())).normalisation
+    if "..." in said:
+        start, _, end = said.rpartition("...") if said.startswith("...") else said.partition("...")
+        assert found.startswith(f"by the tokenizer: {start}") and end in found
+    else:
+        assert found == (said if said == "none" else f"by the tokenizer: {said}")
+
+
+def test_bytes_are_not_normalised_unless_a_part_does_so(made, tmp_path):
+    said = {kind: made[kind][0].normalisation for kind in KINDS}
+    assert said.pop("metaspace.json") == f"by the tokenizer: one leading space is taken off, {BLOCK}"
+    assert set(said.values()) == {"none"}
+
+    def of(name, change):
+        return rewritten(tmp_path / name, made["gpt2"][0], change).normalisation
+
+    assert of("a", lambda spec: None) == "none"
+    prefix = of("b", lambda spec: spec["pre_tokenizer"].update(add_prefix_space=True))
+    assert prefix == "by the tokenizer: a leading space is added where there is none"
+    assert of("c", lambda spec: spec.update(normalizer={"type": "NFC"})) == "by the tokenizer: NFC; not reversible"
+    trimmed = json.loads(made["gpt2"][0]._data)["added_tokens"][0] | {"id": 50257, "content": "<h1>", "lstrip": True}
+    assert (
+        of("d", lambda spec: spec["added_tokens"].append(trimmed | {"special": False}))
+        == "by the tokenizer: not reversible"
+    )
 
 
 def test_specials_first_goes_fast(made):
