@@ -50,9 +50,20 @@ def window_length(asked: int | None, model: ModelConfig) -> int:
     return asked or model.ctx
 
 
+def flags_of(path: str, cfg: EvalConfig, run: dict[str, Any]) -> tuple[str | None, str]:
+    """--val-data and --data-dtype for `path`: as said, else the run's own where `path` is one of its data sets."""
+    from fourscale.sources import shares
+
+    config = run["config"]
+    specs = [config["data"]] if isinstance(config.get("data"), str) else config.get("data", [])
+    own = Path(path).resolve() in {Path(spec).resolve() for spec, _ in shares(specs, "--data")}
+    val_data, data_dtype = (config.get("val_data"), config.get("data_dtype", "auto")) if own else (None, "auto")
+    return cfg.val_data or val_data, data_dtype if cfg.data_dtype == "auto" else cfg.data_dtype
+
+
 def open_data(path: str, cfg: EvalConfig, ckpt: Checkpoint) -> tuple[TokenStream, dict[str, Any]]:
     """The split to score, and the manifest ({} for foreign shards). Raises InputError where ids aren't the model's."""
-    from fourscale import formats, shards, tokenization
+    from fourscale import formats, rundir, shards, tokenization
 
     trained = ckpt.run["tokenizer"]
     if not formats.is_foreign(path):
@@ -60,10 +71,19 @@ def open_data(path: str, cfg: EvalConfig, ckpt: Checkpoint) -> tuple[TokenStream
         check_tokenizer(trained, manifest["tokenizer"], path)
         return shards.open_split(Path(path), cfg.split), manifest
     vocab_size = ckpt.model.vocab_size if trained is None else trained["vocab_size"]
-    found = formats.open_foreign(path, cfg.val_data, cfg.data_dtype, vocab_size)
-    if found.tokenizer is not None and trained is not None:
+    found = formats.open_foreign(path, *flags_of(path, cfg, ckpt.run), vocab_size)
+    stream = found.streams[cfg.split]
+    own = {table.get(f"{cfg.split}_digest") for table in rundir.data_parts(ckpt.run["data"]).values()}
+    if trained is None or stream.digest in own:  # whose ids the run's own are was settled when it began
+        return stream, {}
+    if found.tokenizer is not None:
         check_tokenizer(trained, tokenization.build(found.tokenizer, lambda: iter(())).entry(), path)
-    return found.streams[cfg.split], {}
+    elif found.vocab_size is not None and found.vocab_size > vocab_size:
+        raise InputError(
+            f"--data {path}: its header says {found.named} {found.vocab_size:,} ids, the checkpoint's tokenizer has "
+            f"{vocab_size:,}; name the data that the run was trained on, or prepare this text with the same tokenizer"
+        )
+    return stream, {}
 
 
 def scored_bytes(stream: TokenStream, tokenizer: Tokenizer | None) -> int | None:

@@ -2,7 +2,8 @@
 
     nanogpt    NAME.bin: little-endian ids and nothing else, so their width is asked for (--data-dtype)
     llm.c      NAME.bin: 256 int32 [magic, version, tokens, 0 ...], then ids. Magic 20240520 version 1: uint16, GPT-2's
-               tokenizer (modded-nanogpt's too). Magic 20240801 version 7: uint32, Llama 3's
+               tokenizer (modded-nanogpt's too). Magic 20240801 version 7: uint32, Llama 3's. The magic names the
+               tokenizer, so another --tokenizer is refused, unless --vocab-size says its size too
     datatrove  NAME.ds: ids. NAME.ds.metadata: "TOKENIZER|BYTES OF AN ID", newline, tokens. NAME.ds.index: the end of
                each document in tokens, uint64
 
@@ -25,11 +26,14 @@ from fourscale.shards import MANIFEST, SPLITS, Shard, TokenStream
 
 SUFFIXES = (".bin", ".ds")
 HEADER_BYTES = 1024
-LLMC = {20240520: (1, "uint16", "gpt2"), 20240801: (7, "uint32", None)}  # magic: version, dtype, tokenizer
+LLAMA3 = "Llama 3's"  # not a spec: its tokenizer.json isn't free to copy in
+LLMC = {20240520: (1, "uint16", "gpt2"), 20240801: (7, "uint32", LLAMA3)}  # magic: version, dtype, tokenizer
+LLMC_VOCABULARY = {"gpt2": 50_257, LLAMA3: 128_256}
 LLMC_DATES = range(20240101, 20270101)  # llm.c's magic numbers are dates; those of its models and evals aren't tokens
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")  # on the Hugging Face hub
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 1 << 16
 PROBE_BYTES = 1 << 15
+WHOLE_BYTES = 1 << 26  # files up to this size are read in whole to find their highest id, larger ones in samples
 IMPLAUSIBLE_ID = 1 << 24  # far above any vocabulary: two uint16 ids read as one uint32
 
 _SIDE = re.compile(r"(?<![a-z])(train(?:ing)?|val(?:id(?:ation)?)?)(?![a-z])")
@@ -44,7 +48,8 @@ class Foreign:
     else the dtype's range: set `stream.vocab_size` once a tokenizer tells it.
     tokenizer: spec for `tokenization.build` that the files themselves name (or a tokenizer.json beside them), or None.
     ask: what to tell a user who gave neither --tokenizer nor --vocab-size where `tokenizer` is None; one sentence.
-    notes: lines worth saying aloud.
+    notes: lines worth saying aloud. named: whose ids the files say they are, "gpt2" or "Llama 3's", or None;
+    vocab_size: of that tokenizer, or None.
     """
 
     format: str
@@ -53,6 +58,24 @@ class Foreign:
     dtype: str
     ask: str
     notes: list[str]
+    named: str | None = None
+    vocab_size: int | None = None
+
+    def refuse_other(self, path: str, tokenizer: str, size: int, said: int | None = None) -> None:
+        """Raise InputError where `tokenizer` (a spec) of `size` ids isn't the one that the files name.
+
+        said: --vocab-size. Other ids under llm.c's header are rare, so it takes both flags: a `said` of `size` allows
+        them. Llama 3's tokenizer may have tokens added to it, which these ids then don't use.
+        """
+        if self.vocab_size is None or size == self.vocab_size or size == said:
+            return
+        if self.named == LLAMA3 and size > self.vocab_size:
+            return
+        remedy = "leave the flag out" if self.tokenizer else "name Llama 3's tokenizer.json"
+        raise InputError(
+            f"--tokenizer {tokenizer}: has {size:,} ids, but the header of --data {path} says {self.named} "
+            f"({self.vocab_size:,} ids); {remedy}, or if {tokenizer} did make these ids, add --vocab-size {size}"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +111,7 @@ def open_foreign(
     notes: list[str] = []
     sides = _sides(spec, val_spec, notes)
     _refuse_unfinished(sides["train"] + sides["val"])
-    sets = {split: _describe(split, files, data_dtype, notes) for split, files in sides.items()}
+    sets = {split: _describe(split, files, data_dtype, vocab_size, notes) for split, files in sides.items()}
     train, val = sets["train"], sets["val"]
     for what in ("format", "dtype", "tokenizer"):
         ours, theirs = getattr(train, what), getattr(val, what)
@@ -103,9 +126,12 @@ def open_foreign(
         stream = TokenStream(split, part.shards, dtype, vocab_size or 1 << (8 * dtype.itemsize), None, "")
         stream.digest = sampled_digest(stream)
         streams[split] = stream
-    ask = _ask(train.format, train.dtype, sides["train"])
+    ask = _ask(train, sides, vocab_size)
     tokenizer = _tokenizer(train, sides["train"], notes)
-    return Foreign(train.format, streams, tokenizer, train.dtype, ask, notes)
+    named = train.tokenizer if train.format == "llm.c" else None
+    return Foreign(
+        train.format, streams, tokenizer, train.dtype, ask, notes, named, LLMC_VOCABULARY[named] if named else None
+    )
 
 
 def sampled_digest(stream: TokenStream) -> str:
@@ -216,7 +242,7 @@ def _refuse_unfinished(files: list[Path]) -> None:
 # ---- what a file says of itself --------------------------------------------------------------------------------------
 
 
-def _describe(split: str, files: list[Path], data_dtype: str, notes: list[str]) -> _Set:
+def _describe(split: str, files: list[Path], data_dtype: str, vocab_size: int | None, notes: list[str]) -> _Set:
     """Read headers and metadata of one side's files, which must agree."""
     described: list[tuple[str, str, str | None]] = []
     shards: list[Shard] = []
@@ -230,7 +256,7 @@ def _describe(split: str, files: list[Path], data_dtype: str, notes: list[str]) 
                 )
             kind, tokens, offset = _datatrove(path, data_dtype)
         else:
-            kind, tokens, offset = _llmc(path) or _headerless(path, data_dtype)
+            kind, tokens, offset = _llmc(path) or _headerless(path, data_dtype, vocab_size)
         if described and kind != described[0]:
             ours, theirs = (", ".join(str(part) for part in one if part) for one in (kind, described[0]))
             raise InputError(f"{path}: {ours}, but {files[0].name} is {theirs}; a side must be of one kind")
@@ -280,33 +306,34 @@ def _llmc(path: Path) -> tuple[tuple[str, str, str | None], int, int] | None:
     return ("llm.c", dtype, tokenizer), tokens, HEADER_BYTES
 
 
-def _headerless(path: Path, data_dtype: str) -> tuple[tuple[str, str, str | None], int, int]:
+def _headerless(path: Path, data_dtype: str, vocab_size: int | None) -> tuple[tuple[str, str, str | None], int, int]:
     size = path.stat().st_size
-    if data_dtype == "auto":
-        hint = f"; {_about_pickle(path)}" if path.with_name("meta.pkl").exists() else ""
-        raise InputError(
-            f"{path}: no header, so its dtype can't be known; pass --data-dtype uint16 (nanoGPT's) or uint32{hint}"
-        )
-    tokens = _whole(path, size, data_dtype)
     with path.open("rb") as f:
         head = f.read(PROBE_BYTES)
-    _refuse_other_width(path, head, data_dtype)
+    if data_dtype == "auto":
+        if vocab_size is None and path.with_name("meta.pkl").exists():
+            width = "uint32" if _misread(head, "uint16") else "uint16"
+            raise InputError(f"{path}: {_about_pickle(path, sorted(path.parent.glob('*.bin')), width)}")
+        raise InputError(
+            f"{path}: no header, so its dtype can't be known; pass --data-dtype uint16 (nanoGPT's) or uint32"
+        )
+    tokens = _whole(path, size, data_dtype)
+    if wrong := _misread(head, data_dtype):
+        other = "uint32" if data_dtype == "uint16" else "uint16"
+        raise InputError(f"{path}: read as {data_dtype}, {wrong}: these are {other}; pass --data-dtype {other}")
     return ("nanogpt", data_dtype, None), tokens, 0
 
 
-def _refuse_other_width(path: Path, head: bytes, dtype: str) -> None:
-    """Two readings of the wrong width are plain to see: high halves as ids of their own, and pairs of ids as one."""
+def _misread(head: bytes, dtype: str) -> str | None:
+    """What is plain to see where ids are read in the wrong width: high halves as ids of their own, or pairs as one."""
     ids = np.frombuffer(head[: len(head) // 4 * 4], np.dtype(dtype).newbyteorder("<"))
     if len(ids) < 64:
-        return
+        return None
     if dtype == "uint16" and (ids[1::2] < 4).mean() > 0.99 and (ids[::2] >= 4).mean() > 0.5:
-        raise InputError(
-            f"{path}: read as uint16, every second id is about 0: these are uint32; pass --data-dtype uint32"
-        )
+        return "every second id is about 0"
     if dtype == "uint32" and (ids >= IMPLAUSIBLE_ID).mean() > 0.5:
-        raise InputError(
-            f"{path}: read as uint32, ids are about {int(np.median(ids)):,}: these are uint16; pass --data-dtype uint16"
-        )
+        return f"ids are about {int(np.median(ids)):,}"
+    return None
 
 
 def _datatrove(path: Path, data_dtype: str) -> tuple[tuple[str, str, str | None], int, int]:
@@ -372,7 +399,7 @@ def _tokenizer(part: _Set, files: list[Path], notes: list[str]) -> str | None:
     for path in (folder / "tokenizer.json", folder.parent / "tokenizer.json"):
         if part.format == "datatrove" and path.is_file():
             return str(path)
-    named = part.tokenizer
+    named = None if part.tokenizer == LLAMA3 else part.tokenizer
     if named is None or named in GPT2_NAMES:
         return "gpt2" if named else None
     if Path(named).is_file():
@@ -381,10 +408,11 @@ def _tokenizer(part: _Set, files: list[Path], notes: list[str]) -> str | None:
     return None
 
 
-def _ask(form: str, dtype: str, files: list[Path]) -> str:
-    if form == "nanogpt" and files[0].with_name("meta.pkl").exists():
-        return _about_pickle(files[0])
-    if form == "llm.c" and dtype == "uint32":
+def _ask(part: _Set, sides: dict[str, list[Path]], vocab_size: int | None) -> str:
+    first = sides["train"][0]
+    if part.format == "nanogpt" and vocab_size is None and first.with_name("meta.pkl").exists():
+        return _about_pickle(first, [path for files in sides.values() for path in files], part.dtype)
+    if part.tokenizer == LLAMA3:
         return "these are ids of Llama 3's tokenizer; pass --tokenizer PATH/tokenizer.json or --vocab-size 128256"
     return (
         "which tokenizer made these ids can't be known; pass --tokenizer gpt2 (or PATH/tokenizer.json), or "
@@ -392,12 +420,32 @@ def _ask(form: str, dtype: str, files: list[Path]) -> str:
     )
 
 
-def _about_pickle(path: Path) -> str:
-    pickle, text = path.with_name("meta.pkl"), path.with_name("input.txt")
-    bare = f"--vocab-size N trains on bare ids (N is in the prepare.py that wrote {pickle.name})"
-    if not text.exists():
-        return f"{pickle} is a pickle, which can run code, and isn't opened; {bare}"
+def _about_pickle(path: Path, files: list[Path], dtype: str) -> str:
+    """What to do with nanoGPT's data of characters: `files`, all of them, of `dtype`, and `path` one of those."""
+    text = path.with_name("input.txt")
+    whose, where = (text, "") if text.exists() else ("TEXT", " (TEXT: what they were made from)")
+    highest, whole = _highest(files, dtype)
+    least = f"the highest is {highest:,}" if whole else f"the highest in samples is {highest:,}, so N may be larger"
     return (
-        f"{pickle} is a pickle, which can run code, and isn't opened; python prepare.py --dataset {text} --tokenizer "
-        f"char --out NEW makes the same ids with a tokenizer, or {bare}"
+        f"ids of characters, it seems; python prepare.py --dataset {whose} --tokenizer char --out NEW makes the same "
+        f"ids with a tokenizer{where}, which sample.py and export_hf.py need; or --data-dtype {dtype} --vocab-size "
+        f"{highest + 1} trains on bare ids ({least}). {path.with_name('meta.pkl')} is a pickle, which can run code, "
+        "and isn't opened"
     )
+
+
+def _highest(files: list[Path], dtype: str) -> tuple[int, bool]:
+    """The highest id of headerless files, and whether all of them was read: blocks spread over each where not."""
+    highest, width = 0, np.dtype(dtype).itemsize
+    whole = sum(path.stat().st_size for path in files) <= WHOLE_BYTES
+    for path in files:
+        end = path.stat().st_size // width
+        block = SAMPLE_BYTES // width
+        spread = [i * max(0, end - block) // (SAMPLE_BLOCKS - 1) for i in range(SAMPLE_BLOCKS)]
+        with path.open("rb") as f:
+            for start in range(0, end, block) if whole else spread:
+                f.seek(start * width)
+                data = f.read(block * width)
+                ids = np.frombuffer(data[: len(data) // width * width], np.dtype(dtype).newbyteorder("<"))
+                highest = max(highest, int(ids.max(initial=0)))
+    return highest, whole

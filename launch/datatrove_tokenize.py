@@ -21,16 +21,20 @@ What it writes, once all tasks are finished (until then it stands in tokens/unfi
 
 A task reads whole files, so tasks beyond the number of files stay idle. Files, documents and ids depend on --tasks, not
 on --workers or the executor. Documents keep the order of their files: train.py shuffles windows over the whole stream.
-A document is held out if a hash of its text says so: equal texts stay on one side, whatever --tasks is. datatrove
-passes over documents without text and lines that are no JSON: their number is in the logs.
+A document is held out if a hash of its text says so: equal texts stay on one side, whatever --tasks is. Rows without
+text (not JSON, no such field, null, a number, empty) are passed over; the last lines say how many and why, and the logs
+of the tasks name the first of each. A finished command given again says so, and these numbers, which is how one gets
+them on Slurm.
 
-Killed: the same command goes on and skips finished tasks. Other flags need another --out.
+Killed: the same command goes on and skips finished tasks. Other flags need another --out, unless nothing was made, as
+where no row has --text-field.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from fourscale import formats, tokenization  # noqa: E402 (after the path to it)
-from fourscale.cli import Count, InputError, MaybeText, door, parse, say  # noqa: E402
+from fourscale.cli import Count, InputError, MaybeText, RunFailed, door, parse, say  # noqa: E402
 
 try:
     from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
@@ -91,7 +95,70 @@ class DatatroveConfig:
     """memory of a task, for Slurm"""
 
 
-# A Slurm task is sent the next three without their module, so they import what they use.
+# A Slurm task is sent the next six without their module, so they import what they use and don't know of each other.
+
+
+def as_document(reader: Any, row: Any, path: str, number: int | str) -> dict[str, Any]:
+    """datatrove's adapter: a row -> its text, or "" where it has none, counted by reason in the reader's statistics."""
+    from datatrove.utils.logging import logger
+
+    field = reader.text_key
+    if not isinstance(row, dict):
+        reason = f"{type(row).__name__}, not an object"
+    elif field not in row:
+        reason = f"without the field {field}"
+        if "fields/" not in "".join(reader.stats.stats):
+            reader.stat_update(f"fields/{', '.join(sorted(map(str, row))[:20])}")
+    elif row[field] is None:
+        reason = f"{field} is null"
+    elif not isinstance(row[field], str):
+        reason = f"{field} is {type(row[field]).__name__}, not text"
+    elif not row[field]:
+        reason = f"{field} is empty"
+    else:
+        try:
+            row[field].encode()
+        except UnicodeEncodeError:
+            reason = f"{field} holds a lone surrogate"
+        else:
+            return {"text": row[field], "id": f"{path}/{number}", "metadata": {}}
+    reader._empty_warning = True  # what follows says more
+    reader.stat_update(f"left out/{reason}")
+    if (count := reader.stats[f"left out/{reason}"].total) <= 10:
+        logger.warning(f"{path}: left out: {reason} (row {number}{', more are not listed' if count == 10 else ''})")
+    return {"text": "", "id": ""}
+
+
+class JsonRows(JsonlReader):
+    """JsonlReader that counts lines which are no JSON, and whose lines end where a newline is."""
+
+    def read_file(self, filepath: str) -> Any:
+        import zlib
+
+        import orjson
+        from datatrove.utils.logging import logger
+
+        with self.data_folder.open(filepath, "rb", compression=self.compression) as f:
+            number = 0
+            try:
+                for number, line in enumerate(f, 1):
+                    if number == 1:
+                        line = line.removeprefix(b"\xef\xbb\xbf")
+                    if not line.strip():
+                        continue
+                    try:
+                        row = orjson.loads(line)
+                    except orjson.JSONDecodeError as e:
+                        self.stat_update("left out/not JSON")
+                        if self.stats["left out/not JSON"].total <= 10:
+                            logger.warning(f"{filepath}, line {number}: left out: not JSON ({e})")
+                        continue
+                    if not isinstance(row, dict):
+                        self.adapter(row, filepath, number)
+                    elif document := self.get_document_from_dict(row, filepath, number):
+                        yield document
+            except (EOFError, OSError, zlib.error) as e:
+                raise ValueError(f"{filepath}: damaged or unreadable after line {number} ({e})") from None
 
 
 class PlainTextTokenizer(DocumentTokenizer):
@@ -121,10 +188,48 @@ def on_side(document: Any, side: str, share: float) -> bool:
     return (int.from_bytes(digest.digest(), "little") < share * 2**64) == (side == "val")
 
 
-def publish(data: Any, rank: int, world_size: int, work: str, out: str) -> None:
-    """The last job: move what all tasks have finished to where it's read."""
+def nothing_made(logs: str, sides: list[str], source: str, field: str, share: float) -> str | None:
+    """Why one of `sides`, whose tasks have all ended, holds no document; None where each holds some."""
+    import json
+    from collections import Counter
     from pathlib import Path
 
+    for side in sides:
+        reads, written, total = Counter(), 0, 0
+        for path in sorted(Path(logs, side, "stats").glob("*.json")):
+            steps = [step["stats"] for step in json.loads(path.read_text(encoding="utf-8"))]
+            counts = [{k: v["total"] if isinstance(v, dict) else v for k, v in step.items()} for step in steps]
+            reads.update(counts[0])
+            total, written = total + counts[1].get("total", 0), written + counts[1].get("forwarded", 0)
+        left = {k.partition("/")[2]: int(n) for k, n in reads.most_common() if k.startswith("left out/")}
+        if not total and list(left) == [f"without the field {field}"]:
+            fields = next((k.partition("/")[2] for k in reads if k.startswith("fields/")), "") or "none"
+            return f"--text-field {field}: no row of {source} has this field; name one of those there are: {fields}"
+        if not total:
+            why = ", ".join(f"{n:,} {reason}" for reason, n in left.items()) or "no rows at all"
+            return f"--input {source}: no row holds text ({why}); name other files or another --text-field"
+        if not written:
+            remedy = "raise" if side == "val" else "lower"
+            return f"--val-fraction {share}: the {side} side gets none of {int(total):,} documents; {remedy} it"
+    return None
+
+
+def start_over(work: str, logs: str) -> None:
+    """Forget that anything was begun; the tasks' logs stay."""
+    import shutil
+    from pathlib import Path
+
+    for folder in (*(Path(logs, side, kind) for side in ("train", "val") for kind in ("completions", "stats")), work):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(data: Any, rank: int, world_size: int, work: str, out: str, fault: Any = None, forget: Any = None) -> None:
+    """The last job: move what all tasks have finished to where it's read, unless `fault` has a word against it."""
+    from pathlib import Path
+
+    if fault is not None and (said := fault()):
+        forget()
+        raise ValueError(said)
     for name in ("train", "val", "tokenizer.json"):
         if (Path(work) / name).exists():
             (Path(work) / name).rename(Path(out) / name)
@@ -136,9 +241,11 @@ def reader(cfg: DatatroveConfig) -> Any:
     if cfg.kind == "hub":
         options = {"name": cfg.name, "split": cfg.split, "revision": cfg.revision}
         options = {key: value for key, value in options.items() if value is not None}
-        return HuggingFaceDatasetReader(cfg.input, options, streaming=True, text_key=cfg.text_field)
-    kind = JsonlReader if cfg.kind == "jsonl" else ParquetReader
-    return kind(cfg.input, text_key=cfg.text_field, glob_pattern=cfg.glob)
+        return HuggingFaceDatasetReader(
+            cfg.input, options, streaming=True, text_key=cfg.text_field, adapter=as_document
+        )
+    kind = JsonRows if cfg.kind == "jsonl" else ParquetReader
+    return kind(cfg.input, text_key=cfg.text_field, glob_pattern=cfg.glob, adapter=as_document)
 
 
 def executor(cfg: DatatroveConfig, job: str, pipeline: list[Any], tasks: int, depends: Any) -> Any:
@@ -187,7 +294,7 @@ def begin(cfg: DatatroveConfig, work: Path) -> tokenization.Tokenizer:
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != command:
             raise InputError(f"--out {cfg.out}: begun with other flags (see {path}); choose another directory")
     if not (cfg.out / "command.json").exists():
-        if any(cfg.out.glob("*")) and not work.exists():
+        if any(p.name != "logs" for p in cfg.out.glob("*")) and not work.exists():
             raise InputError(f"--out {cfg.out}: holds other files; choose an empty or new directory")
         work.mkdir(parents=True, exist_ok=True)
         tokenizer.save(work)
@@ -195,35 +302,66 @@ def begin(cfg: DatatroveConfig, work: Path) -> tokenization.Tokenizer:
     return tokenizer
 
 
+def told(cfg: DatatroveConfig) -> list[str]:
+    """What was made, a line each: documents and tokens of each side, and rows left out, by reason."""
+    lines = []
+    for side, stream in formats.open_foreign(str(cfg.out)).streams.items():
+        documents = sum(path.stat().st_size for path in (cfg.out / side).glob("*.ds.index")) // 8  # uint64 ends
+        size = stream.dtype.itemsize * stream.total / 1e9
+        what = f"{documents:,} documents, {stream.total:,} tokens ({size:.3f} GB) in {len(stream.shards)} shard(s)"
+        lines.append(f"{side} {what}")
+    left: Counter[str] = Counter()  # both sides read every row; train's tasks count for both
+    for path in sorted((cfg.out / "logs" / "train" / "stats").glob("*.json")):
+        for label, n in json.loads(path.read_text(encoding="utf-8"))[0]["stats"].items():
+            if label.startswith("left out/"):
+                left[label.partition("/")[2]] += int(n["total"] if isinstance(n, dict) else n)
+    why = ", ".join(f"{n:,} {reason}" for reason, n in left.most_common())
+    where = f"; the first are named in {cfg.out / 'logs' / 'train' / 'logs'}"
+    lines.append(f"left out {left.total():,} rows" + (f": {why}{where}" if why else ""))
+    return lines
+
+
 @door
 def main() -> None:
     cfg = parse(DatatroveConfig)
-    work = cfg.out.resolve() / "unfinished"
-    tokenizer = begin(cfg, work)
-    if not (cfg.out / "command.json").exists():
-        job = None
-        for side in ("train", "val"):
-            steps = [
-                reader(cfg),
-                LambdaFilter(partial(on_side, side=side, share=cfg.val_fraction)),
-                # Shuffling documents would depend on the number of tasks, and train.py shuffles windows itself.
-                PlainTextTokenizer(
-                    str(work / side), str(work / "tokenizer.json"), eos_token=tokenizer.eot_token,
-                    shuffle_documents=False, batch_size=1000,
-                ),
-            ]  # fmt: skip
-            job = executor(cfg, side, steps, cfg.tasks, job)
-        executor(cfg, "publish", [partial(publish, work=str(work), out=str(cfg.out.resolve()))], 1, job).run()
-        if cfg.executor == "slurm":
-            say(f"submitted; once the last job has ended, python check.py data {cfg.out} reads {cfg.out}")
-            return
-    streams = formats.open_foreign(str(cfg.out)).streams
-    for side, stream in streams.items():
-        say(f"{side:5s}  {stream.total:,} tokens in {len(stream.shards)} shard(s)")
-    tokens, size = (
-        sum(f(s) for s in streams.values()) for f in (lambda s: s.total, lambda s: s.dtype.itemsize * s.total)
-    )
-    say(f"wrote {cfg.out}: {tokens:,} tokens ({size / 1e9:.3f} GB)")
+    out, work, logs = (str(cfg.out.resolve() / name) for name in ("", "unfinished", "logs"))
+    tokenizer = begin(cfg, Path(work))
+    if (cfg.out / "command.json").exists():
+        say(f"nothing to do: {cfg.out} is finished: {'; '.join(told(cfg))}")
+        return
+    local, job = cfg.executor == "local", None
+    fault = partial(nothing_made, logs, source=cfg.input, field=cfg.text_field, share=cfg.val_fraction)
+    for side in ("train", "val"):
+        steps = [
+            reader(cfg),
+            LambdaFilter(partial(on_side, side=side, share=cfg.val_fraction)),
+            # Shuffling documents would depend on the number of tasks, and train.py shuffles windows itself.
+            PlainTextTokenizer(
+                str(Path(work) / side), str(Path(work) / "tokenizer.json"), eos_token=tokenizer.eot_token,
+                shuffle_documents=False, batch_size=1000,
+            ),
+        ]  # fmt: skip
+        job = executor(cfg, side, steps, cfg.tasks, job)
+        if local:
+            try:
+                job.run()
+            except Exception as e:  # of any step, on any row
+                why = f"{type(e).__name__}: {' '.join(str(e).split())}"
+                raise RunFailed(f"a task failed ({why}); its log is in {logs}/{side}/logs") from None
+            if said := fault([side]):
+                start_over(work, logs)
+                raise InputError(said)
+    last = partial(publish, work=work, out=out)
+    if not local:
+        last = partial(last, fault=partial(fault, ["train", "val"]), forget=partial(start_over, work, logs))
+        executor(cfg, "publish", [last], 1, job).run()
+        say(f"submitted; once the last job has ended, the same command says what was made, and python check.py data "
+            f"{cfg.out} reads it")  # fmt: skip
+        return
+    last(None, 0, 1)
+    for line in told(cfg):
+        say(line)
+    say(f"wrote {cfg.out}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourscale import shards
+import eval_ppl
+from fourscale import formats, shards, tokenization
 from fourscale.cli import InputError
+from fourscale.config import EvalConfig
 from fourscale.formats import is_foreign, open_foreign, sampled_digest
 from fourscale.shards import Shard, TokenStream
 
@@ -89,15 +91,29 @@ def test_meta_pkl_is_never_opened(tmp_path, monkeypatch):
     for name in ("train.bin", "val.bin"):
         nanogpt(tmp_path / name, IDS % 65)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
-    assert "--vocab-size N" in refused(r"meta\.pkl is a pickle, which can run code, and isn't opened", tmp_path)
+    assert "--dataset TEXT" in refused(r"meta\.pkl is a pickle, which can run code, and isn't opened", tmp_path)
     (tmp_path / "input.txt").write_text("text")
-    advice = rf"prepare\.py --dataset {tmp_path}/input\.txt --tokenizer char"
-    refused(advice, tmp_path)
-    found = open_foreign(str(tmp_path), None, "uint16")
-    assert "isn't opened" in found.ask and "--tokenizer char" in found.ask
+    advice = f"python prepare.py --dataset {tmp_path}/input.txt --tokenizer char --out NEW makes the same ids"
+    for line in (refused("meta.pkl", tmp_path), open_foreign(str(tmp_path), None, "uint16").ask):
+        assert "isn't opened" in line
+        assert 0 < line.index(advice) < line.index("sample.py") < line.index("--data-dtype uint16 --vocab-size 65 ")
+    # once the number of ids is given, only what is still missing is asked for
+    assert "vocab" not in refused("pass --data-dtype uint16", tmp_path, None, "auto", 65)
     assert not (tmp_path / "exploded").exists()
     pickle.loads((tmp_path / "meta.pkl").read_bytes())
     assert (tmp_path / "exploded").exists()  # it would have run code
+
+
+@pytest.mark.parametrize("dtype", ("<u2", "<u4"))
+def test_the_least_vocabulary_of_ids_with_a_pickle(tmp_path, monkeypatch, dtype):
+    nanogpt(tmp_path / "train.bin", np.resize(np.arange(90), 100_000), dtype)
+    nanogpt(tmp_path / "val.bin", np.r_[np.resize(np.arange(90), 50_000), 99], dtype)
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    name = np.dtype(dtype).name
+    assert f"--data-dtype {name} --vocab-size 100 trains" in refused("the highest is 99", tmp_path)
+    monkeypatch.setattr(formats, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(formats, "SAMPLE_BYTES", 64)
+    assert "--vocab-size 100 trains" in refused("in samples is 99, so N may be larger", tmp_path)
 
 
 def test_llmc_and_modded_nanogpt(tmp_path):
@@ -125,13 +141,36 @@ def test_llama3_shards_ask_for_the_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("magic", "named", "fits", "others", "remedy"),
+    (
+        ((20240520, 1, "<u2"), "gpt2", (50_257,), (257, 50_304, 128_256), "leave the flag out"),
+        ((20240801, 7, "<u4"), "Llama 3's", (128_256, 128_264), (257, 50_257), "name Llama 3's tokenizer.json"),
+    ),
+)
+def test_the_header_names_the_tokenizer(tmp_path, magic, named, fits, others, remedy):
+    for name in ("train.bin", "val.bin"):
+        llmc(tmp_path / name, IDS, *magic)
+    found = open_foreign(str(tmp_path))
+    assert (found.named, found.vocab_size) == (named, fits[0])
+    for size in fits:
+        found.refuse_other("DIR", "x", size)
+    for size in others:
+        with pytest.raises(InputError, match=rf"--tokenizer x: has {size:,} ids, .* says {named} .*{remedy}"):
+            found.refuse_other("DIR", "x", size, fits[0])
+        found.refuse_other("DIR", "x", size, size)  # said with --vocab-size too
+    for path in tmp_path.iterdir():
+        nanogpt(path, IDS)
+    open_foreign(str(tmp_path), None, "uint16").refuse_other("DIR", "x", 257)  # names none
+
+
+@pytest.mark.parametrize(
     ("how", "message"),
     (
         ({"version": 2}, "magic 20240520 version 2, this code reads version 1"),
         ({"count": 5001}, r"11,024 bytes, but its header has 5,001 tokens of uint16 \(11,026 bytes\)"),
         ({"order": ">i4"}, "big-endian"),
         ({"magic": 20240326, "version": 3}, "magic 20240326, which is not one of tokens"),
-        ({"magic": 20240801, "version": 7, "dtype": "<u4"}, "uint32, but train_0.bin is llm.c, uint16"),
+        ({"magic": 20240801, "version": 7, "dtype": "<u4"}, "uint32, Llama 3's, but train_0.bin is llm.c, uint16"),
     ),
 )
 def test_headers_that_do_not_fit(tmp_path, how, message):
@@ -221,6 +260,48 @@ def test_prepared_data_is_not_foreign_and_unfinished_data_never_trained_on(tmp_p
     shards.write_manifest(tmp_path, {})
     assert not is_foreign(tmp_path) and not is_foreign(tmp_path / "absent")
     refused("a shard of prepared data; name its directory", tmp_path / "train_000.bin", tmp_path / "val_000.bin")
+
+
+# ---- eval_ppl.py
+
+
+class Ckpt:
+    """What eval_ppl.open_data asks of a checkpoint."""
+
+    def __init__(self, data, vocab_size=257, tokenizer="byte", **config):
+        self.model = type("Model", (), {"vocab_size": vocab_size})
+        entry = tokenizer and tokenization.build(tokenizer, lambda: iter(())).entry()
+        self.run = {"tokenizer": entry, "config": {"data": data, **config}, "data": {}}
+
+
+def test_eval_ppl_knows_how_the_runs_own_shards_were_opened(tmp_path):
+    nanogpt(tmp_path / "a.bin", IDS % 257)
+    nanogpt(tmp_path / "b.bin", IDS[:100] % 257)
+    flags = {"val_data": str(tmp_path / "b.bin"), "data_dtype": "uint16"}
+    own, mixed = (Ckpt(data, **flags) for data in ([str(tmp_path)], [f"{tmp_path}:0.7", "/elsewhere:0.3"]))
+    for ckpt in (own, mixed):
+        stream, _ = eval_ppl.open_data(f"{tmp_path}/../{tmp_path.name}", EvalConfig(), ckpt)
+        assert np.array_equal(whole(stream), IDS[:100] % 257)
+    stream, _ = eval_ppl.open_data(str(tmp_path), EvalConfig(data_dtype="uint32"), own)
+    assert stream.dtype == np.uint32  # what is said counts
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    with pytest.raises(InputError, match="pass --data-dtype uint16") as e:
+        eval_ppl.open_data(str(tmp_path), EvalConfig(val_data=flags["val_data"]), Ckpt(["/elsewhere"], **flags))
+    assert "--vocab-size" not in str(e.value)
+
+
+def test_eval_ppl_compares_the_headers_tokenizer(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        llmc(tmp_path / name, IDS % 257)
+    with pytest.raises(InputError, match=r"its tokenizer \(gpt2.* is not that of the checkpoint"):
+        eval_ppl.open_data(str(tmp_path), EvalConfig(), Ckpt(["/elsewhere"]))
+    trained_on = Ckpt([str(tmp_path)])  # with --tokenizer byte --vocab-size 257
+    trained_on.run["data"] = {"val_digest": open_foreign(str(tmp_path)).streams["val"].digest}
+    eval_ppl.open_data(str(tmp_path), EvalConfig(), trained_on)
+    for name in ("train.bin", "val.bin"):
+        llmc(tmp_path / name, IDS % 257, 20240801, 7, "<u4")
+    with pytest.raises(InputError, match=r"header says Llama 3's 128,256 ids, the checkpoint's tokenizer has 257"):
+        eval_ppl.open_data(str(tmp_path), EvalConfig(), Ckpt(["/elsewhere"]))
 
 
 # ---- digest
