@@ -147,7 +147,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ImportError:
         module = known_implementations[url.split("://")[0]]["class"].split(".")[0]
         if module == "fsspec":
-            module = "'fsspec[full]'"
+            module = "aiohttp" if url.startswith("http") else "'fsspec[full]'"
         raise InputError(f"--dataset {url}: needs a package that is missing; pip install {module}") from None
     except Exception as e:
         raise InputError(f"--dataset {url}: {first_line(e)}") from None
