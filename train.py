@@ -47,17 +47,17 @@ def main() -> None:
 def pretrain(flags: TrainConfig, topology: Topology) -> None:
     import torch
 
-    from fourscale import budget, checkpoint, cli, corpus, heldout, optim, parallel, rundir, telemetry
+    from fourscale import budget, checkpoint, cli, corpus, heldout, optim, parallel, publish, rundir, telemetry
     from fourscale.model import GPT, IGNORE
     from fourscale.order import supervised, update_rows
 
     # ---- 2. the run directory, and where to go on from -------------------------------------------------------------
     say = cli.say if topology.main else lambda line: None
-    stop_request = rundir.StopRequest()
+    stop_request = parallel.StopRequest()
     finished = flags.ckpt_dir / "DONE.json"
     if flags.resume != "never" and topology.from_main(finished.is_file):
         return say(f"{finished}: this run is finished; nothing to do (the other flags were not looked at)")
-    run_dir = rundir.RunDir(flags.ckpt_dir, topology)
+    run_dir = publish.RunDir(flags.ckpt_dir, topology)
     ckpt = run_dir.resume_point(flags.resume)
 
     # ---- 3. data ---------------------------------------------------------------------------------------------------

@@ -162,19 +162,37 @@ class TrainConfig:
     """TOML file of flags; flags on the command line win over it"""
     resume: Literal["never", "auto", "must"] = "never"
     """never: a fresh directory is required. auto: go on where there is a checkpoint, else start. must: go on or fail"""
+    resume_step: MaybeCount = None
+    """go on from this checkpoint instead of the newest; later ones are set aside as discarded-step_N"""
+    branch_from: Path | None = None
+    """start a new run from this checkpoint's weights, optimizer and clock; what differs is recorded in run.json"""
     stop_after: MaybeCount = None
     """save and stop after this update; the schedule stays that of the whole run"""
 
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: a whole copy per rank. fsdp: weights, gradients and optimizer sharded (FULL_SHARD)"""
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """ddp: a whole copy per rank. fsdp: weights, gradients and optimizer sharded over all ranks (FULL_SHARD). hsdp:
+    sharded within groups of --shard-size ranks, replicated across them"""
+    shard_size: MaybeCount = None
+    """ranks that share one copy under hsdp (default: those of a node)"""
+    grad_sync: Literal["auto", "every", "last"] = "auto"
+    """exchange gradients in every micro-batch or in an update's last (auto: ddp last, fsdp and hsdp every; last then
+    keeps whole gradients on each rank)"""
+    expect_world_size: MaybeCount = None
+    """stop unless there are exactly this many ranks"""
+    timeout: Count = 600
+    """seconds that a silent rank or a collective is waited for"""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl on cuda, else gloo. gloo means the CPU unless --device says otherwise"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda, else mps (one process), else cpu"""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """of matrix products under autocast; weights, optimizer and reductions stay fp32 (auto: bf16 on cuda, else fp32)"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """of matrix products under autocast; weights, optimizer and reductions stay fp32 (auto: bf16 on cuda, else fp32).
+    fp16 scales the loss (adamw only)"""
+    act_ckpt: Literal["none", "block", "selective"] = "none"
+    """activation checkpointing: keep each block's input alone and compute the rest again in backward (block), or keep
+    the results of matrix products and attention too (selective)"""
     compile: bool = False
-    """torch.compile, block by block"""
+    """torch.compile, block by block; where it can't, training goes on without"""
 
     local_bsz: Count = 8
     """windows per rank and micro-batch"""
@@ -213,6 +231,10 @@ class TrainConfig:
     """decay of AdamW's mean of squared gradients"""
     clip: float = 1.0
     """largest global gradient norm; 0 turns clipping off"""
+    skip_spikes: float = 4.0
+    """drop an update whose loss is more than this many times the running mean of the accepted ones; 0 for none"""
+    skip_limit: Count = 10
+    """dropped updates in a row after which the run stops"""
 
     eval_every: Count = 250
     """updates between held-out losses (and one at the end); 0 for none"""
@@ -222,10 +244,18 @@ class TrainConfig:
     """updates between console lines"""
     ckpt_every: Count = 1000
     """updates between checkpoints (and one at the end); 0 for the end alone"""
+    ckpt_minutes: MaybeFloat = None
+    """minutes between checkpoints, also or (with --ckpt-every 0) instead"""
+    save_best: bool = False
+    """also save wherever the held-out loss is the lowest so far"""
     keep: MaybeCount = None
-    """keep the newest N checkpoints (default all)"""
+    """keep the newest N checkpoints and the best (default all)"""
     keep_every: MaybeCount = None
     """also keep each checkpoint whose update is a multiple of this"""
+    async_ckpt: Literal["auto", "on", "off"] = "auto"
+    """write checkpoints while training goes on, from a copy in memory (auto: where it fits beside all else)"""
+    max_save_failures: Count = 2
+    """failed saves in a row that are borne, and tried again when the next is due, before the run stops"""
 
 
 @dataclass

@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fourscale.cli import InputError, RunFailed
+from fourscale.cli import InputError, RunFailed, is_rank_zero
 from fourscale.order import key64
 
 R = TypeVar("R")
@@ -270,3 +272,26 @@ def device_name(device: torch.device) -> str:
 
 def host_name() -> str:
     return socket.gethostname()
+
+
+# ---- being asked to stop --------------------------------------------------------------------------------------------
+
+
+class StopRequest:
+    """Set by SIGTERM, SIGINT or SIGUSR1 on this rank; the loop lets all ranks agree on the update to stop at."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.first = 0.0
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # One Ctrl-C arrives twice under torchrun, from the terminal and passed on; a second one by hand comes later.
+        if self.name is not None and number == signal.SIGINT and time.monotonic() - self.first > 1:
+            os._exit(130)
+        if self.name is None:
+            self.name, self.first = signal.Signals(number).name, time.monotonic()
+            if is_rank_zero():  # not print: the signal may have come in the middle of one
+                os.write(2, f"{self.name}: saving and stopping after this update\n".encode())
