@@ -4,26 +4,33 @@
     python check.py data ./a ./b --ctx 4096 --json checks.json    # several; each side must hold a window of --ctx
     python check.py data fineweb10B                               # llm.c's, modded-nanogpt's or datatrove's shards
     python check.py data nanogpt/data/openwebtext --data-dtype uint16 --tokenizer gpt2
+    python check.py ckpt ./ckpt                                   # every checkpoint of a run: hashes, names, shapes
+    python check.py ckpt ./ckpt/step_9000 --deep                  # one of them, and each number in it is finite
+    python check.py run ./ckpt                                    # contract, attempts, skips, metrics, receipt
 
-A line is a `pass`, a `FAIL` with its remedy, or a `note`. Exit code 0 if nothing failed, else 2. All data are read
-once; memory does not grow with them. A shard may be degenerate though its hash is right: constant, padded, a repeated
-piece, the same as another. Held-out windows are looked for at every position of the training set.
+A line is a `pass`, a `FAIL` with its remedy, or a `note`. Exit code 0 if nothing failed, else 2. Memory does not grow
+with what is read; a run may go on meanwhile, its directory is only read. A shard may be degenerate though its hash is
+right: constant, padded, a repeated piece, the same as another. Held-out windows are looked for at every position of the
+training set.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fourscale.cli import InputError, door, flag, parse, say
-from fourscale.config import CheckDataConfig
+from fourscale.config import CheckCkptConfig, CheckDataConfig, CheckRunConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fourscale.audit import Survey
     from fourscale.shards import TokenStream
     from fourscale.tokenization import Tokenizer
@@ -37,15 +44,19 @@ SHOWN_IDS, ROUND_TRIP_IDS = 48, 512
 
 @dataclass
 class Report:
-    """The lines about one data set, printed as they come."""
+    """The lines about one directory or set of shards, printed as they come."""
 
-    data: str
+    subject: str
     checks: list[dict[str, str]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
     def add(self, status: Status, name: str, text: str) -> None:
         self.checks.append({"status": status, "name": name, "text": text})
         say(f"{status}  {name:10s} {text}")
+
+    def extend(self, findings: Iterable[tuple[Status, str, str]]) -> None:
+        for finding in findings:
+            self.add(*finding)
 
     def judge(self, name: str, problems: list[str], otherwise: str) -> None:
         """A FAIL for each problem, or else a pass."""
@@ -85,7 +96,7 @@ def check_data(spec: str, cfg: CheckDataConfig) -> Report:
         if tokenizer is not None:
             check_tokenizer(streams, tokenizer, report)
         report.figures |= figures_of(survey)
-        size = sum(s.total * s.dtype.itemsize for s in streams.values()) / 1e6
+        size = bytes_of(streams) / 1e6
         report.add("note", "read", f"{size:,.1f} MB in {seconds:.1f} s ({size / max(seconds, 1e-9):,.0f} MB/s)")
     return report
 
@@ -104,7 +115,7 @@ def check_prepared(spec: str, cfg: CheckDataConfig, report: Report) -> tuple[Sur
         survey = audit.Survey(streams, window_of(cfg, tokenizer), tokenizer.eot_id)
     except InputError as e:  # as a rule among the problems of `verify`, which has all of them
         unopened = str(e)
-    with bar(streams) as progress:
+    with bar(bytes_of(streams)) as progress:
         problems = audit.verify(directory, progress.update, visit=survey and survey.visit)
     if unopened is not None and not problems:
         problems = [unopened]
@@ -141,7 +152,7 @@ def check_foreign(spec: str, cfg: CheckDataConfig, report: Report) -> tuple[Surv
             raise InputError(f"--tokenizer {named}: is made from text, which shards don't hold; name a tokenizer.json")
         tokenizer = tokenization.build(named, lambda: iter(()))
     survey = audit.Survey(streams, window_of(cfg, tokenizer), tokenizer and tokenizer.eot_id)
-    with bar(streams) as progress:
+    with bar(bytes_of(streams)) as progress:
         survey.read(progress.update)
     survey.close()
     vocab_size = tokenizer.vocab_size if tokenizer else cfg.vocab_size
@@ -164,10 +175,14 @@ def window_of(cfg: CheckDataConfig, tokenizer: Tokenizer | None) -> int:
     return cfg.window or (256 if tokenizer is not None and tokenizer.kind in ("byte", "char") else 64)
 
 
-def bar(streams: dict[str, TokenStream]) -> Any:
+def bytes_of(streams: dict[str, TokenStream]) -> int:
+    return sum(s.total * s.dtype.itemsize for s in streams.values())
+
+
+def bar(total: int) -> Any:
+    """A progress bar over `total` bytes, for work that takes longer than a second."""
     from tqdm import tqdm
 
-    total = sum(s.total * s.dtype.itemsize for s in streams.values())
     pause = 0.2 if sys.stderr.isatty() else 10.0  # a log file wants few lines
     return tqdm(desc="reading", total=total, unit="B", unit_scale=True, mininterval=pause, leave=False, delay=1)
 
@@ -220,7 +235,7 @@ def check_documents(survey: Survey, manifest: dict[str, Any], report: Report) ->
         if not isinstance(documents, int) or not 0 <= documents - eots <= cut:
             problems.append(
                 f"{split}: {eots:,} end-of-text tokens, but the manifest has {documents} documents; restore the "
-                f"manifest, or delete {report.data} and run prepare.py again"
+                f"manifest, or delete {report.subject} and run prepare.py again"
             )
     report.judge("documents", problems, f"{', '.join(counted)} end-of-text tokens, as many as documents")
 
@@ -284,24 +299,119 @@ def shown(ids: Any, tokenizer: Tokenizer | None) -> str:
 def figures_of(survey: Survey) -> dict[str, Any]:
     shards = []
     for f in survey.facts:
-        table = asdict(f) | {"file": str(f.shard.path), "tokens": f.shard.tokens}
+        table = dataclasses.asdict(f) | {"file": str(f.shard.path), "tokens": f.shard.tokens}
         shards.append({k: v for k, v in table.items() if k not in ("shard", "digest")})
     overlap = {"length": survey.length, "windows": survey.overlap.windows, "found": survey.overlap.found}
     return {"tokens": {split: s.total for split, s in survey.streams.items()}, "overlap": overlap, "shards": shards}
 
 
+# ---- runs and their checkpoints --------------------------------------------------------------------------------------
+
+
+def check_ckpt(spec: str, cfg: CheckCkptConfig) -> Report:
+    """List and verify the checkpoints of one run, or the one that is named."""
+    from fourscale import receipts, steps
+
+    report = Report(spec)
+    say(f"{spec}:")
+    try:
+        place = steps.locate(Path(spec))
+        run = receipts.read_run(place.run_dir)
+        words, findings = steps.pointers(place.run_dir)
+        report.extend([receipts.tokenizer_finding(place.run_dir, run), *findings])
+    except (InputError, *MALFORMED) as e:
+        report.add("FAIL", "open", opening(spec, e))
+        return report
+    good = verify_steps(place, words, cfg.deep, report)
+    if place.whole:
+        report.extend(steps.leftovers(place.run_dir))
+        if not place.steps:
+            report.add("note", "none", "no checkpoint yet")
+        elif good and good[-1].dir != place.steps[-1]:
+            way = f"--resume auto --resume-step {good[-1].step['update']}"
+            report.add("note", "remedy", f"the newest good one is {good[-1].dir.name}: go on from it with {way}")
+        elif not good:
+            report.add("note", "remedy", "none is good: restore one from a copy, or start again in another directory")
+    return report
+
+
+def check_run(spec: str, cfg: CheckRunConfig) -> Report:
+    """Show one run, and check that what its directory holds agrees."""
+    from fourscale import receipts, steps
+
+    report = Report(spec)
+    say(f"{spec}:")
+    try:
+        place = steps.locate(Path(spec))
+        run = receipts.read_run(place.run_dir)
+        if not place.whole:
+            raise InputError(
+                f"{spec}: a checkpoint; python check.py run {place.run_dir}, or check.py ckpt for this one"
+            )
+        report.extend(receipts.contract(run))
+        report.extend([receipts.tokenizer_finding(place.run_dir, run)])
+        report.extend(receipts.branch(run))
+        report.extend(receipts.attempts(run))
+        events, torn = receipts.read_events(place.run_dir)
+        there = steps.openable(place.steps)
+        found = receipts.read_metrics(place.run_dir, run, {ckpt.step["update"] for ckpt in there})
+        report.extend(receipts.happened(events, torn, found.dropped))
+        report.extend(receipts.metrics_findings(found, there))
+        words, findings = steps.pointers(place.run_dir)
+        report.extend(findings)
+        newest = dataclasses.replace(place, steps=place.steps[-1:])
+        good = verify_steps(newest, words, False, report)
+        report.extend(steps.leftovers(place.run_dir))
+        report.extend(receipts.ending(place.run_dir, run, good[-1] if good else None, found))
+    except (InputError, *MALFORMED) as e:
+        report.add("FAIL", "open", opening(spec, e))
+        return report
+    contract = {key: run[key] for key in ("model", "tokenizer", "data", "training", "attempts")}
+    report.figures |= contract | {"origin": run.get("origin"), "rows": found.rows, "last": found.last, "events": events}
+    return report
+
+
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError)  # what a record edited by hand may lead to
+
+
+def opening(spec: str, e: Exception) -> str:
+    """Why a run can't be read on."""
+    if isinstance(e, InputError):
+        return str(e)
+    return f"{spec}: its records are not as train.py writes them ({type(e).__name__}: {e}); restore them from a copy"
+
+
+def verify_steps(place: Any, words: dict[str, list[str]], deep: bool, report: Report) -> list[Any]:
+    """A line or more for each checkpoint of `place`, oldest first; those in which nothing is wrong."""
+    from fourscale import steps
+
+    good = []
+    total = sum(steps.recorded_bytes(path) for path in place.steps) * (2 if deep else 1)
+    with bar(total) as progress:
+        for path in place.steps:
+            ckpt, faults = steps.checkpoint_faults(path, deep, progress.update)
+            if sys.stderr.isatty():
+                progress.clear()  # before a line of the report
+            if not path.exists():
+                report.add("note", path.name, "was removed meanwhile, as --keep has it")
+                continue
+            marks = ", ".join(words.get(path.name, []))
+            about = f"{steps.listed(ckpt)}{f' ({marks})' if marks else ''}" if ckpt else ""
+            report.judge(path.name, faults, about)
+            if ckpt is not None:
+                entry = {k: v for k, v in ckpt.step.items() if k != "files"} | {"ok": not faults, "marks": marks}
+                report.figures.setdefault("checkpoints", {})[path.name] = entry
+                if not faults:
+                    good.append(ckpt)
+    return good
+
+
 # ---- the door --------------------------------------------------------------------------------------------------------
 
 
-@door
-def main() -> None:
-    word, *rest = sys.argv[1:] or [""]
-    if word in ("-h", "--help"):
-        print(__doc__, "Flags: python check.py data --help", sep="\n")
-        return
-    if word != "data":
-        raise InputError(f"check.py {word or 'without a word'}: what can be checked is: data; python check.py data DIR")
-    cfg = parse(CheckDataConfig, rest, prog="check.py data")
+def data_config(argv: list[str]) -> CheckDataConfig:
+    """The flags of check.py data. Raises InputError for one that has nothing to act on."""
+    cfg = parse(CheckDataConfig, argv, prog="check.py data")
     cfg.check()
     from fourscale import formats
 
@@ -309,16 +419,35 @@ def main() -> None:
         value = getattr(cfg, name)
         if value not in (None, "auto") and not any(map(formats.is_foreign, cfg.dirs)):
             raise InputError(f"{flag(name)} {value}: known from the manifest of {cfg.dirs[0]}; leave it out")
+    return cfg
+
+
+@door
+def main() -> None:
+    word, *rest = sys.argv[1:] or [""]
+    if word in ("-h", "--help"):
+        print(__doc__, "Flags: python check.py data --help, and so on", sep="\n")
+        return
+    if word == "data":
+        cfg, check, kind = data_config(rest), check_data, "data set(s)"
+    elif word in ("ckpt", "run"):
+        cfg = parse(CheckCkptConfig if word == "ckpt" else CheckRunConfig, rest, prog=f"check.py {word}")
+        cfg.check()
+        check, kind = (check_ckpt, "place(s)") if word == "ckpt" else (check_run, "run(s)")
+    else:
+        found = word or "without a word"
+        raise InputError(f"check.py {found}: what can be checked is: data, ckpt, run; as in python check.py data DIR")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character must not end the check
-    reports = [check_data(spec, cfg) for spec in cfg.dirs]
+    reports = [check(spec, cfg) for spec in cfg.dirs]
     if cfg.json is not None:
-        table = [{"data": r.data, "ok": not r.failed, "checks": r.checks, "figures": r.figures} for r in reports]
+        key = "data" if word == "data" else "dir"
+        table = [{key: r.subject, "ok": not r.failed, "checks": r.checks, "figures": r.figures} for r in reports]
         text = json.dumps(table, indent=2, ensure_ascii=False) + "\n"
         cfg.json.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate, as JSON writes it
-    failed = [f"{r.data}: {', '.join(dict.fromkeys(r.failed))}" for r in reports if r.failed]
+    failed = [f"{r.subject}: {', '.join(dict.fromkeys(r.failed))}" for r in reports if r.failed]
     if failed:
         raise InputError(f"failed: {'; '.join(failed)}")
-    say(f"{len(reports)} data set(s) checked, nothing failed")
+    say(f"{len(reports)} {kind} checked, nothing failed")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 train.py --data ./data --backend gloo --steps 500
     torchrun --nproc_per_node=8 train.py --data ./data --parallel fsdp --ctx 1024 --local-bsz 16 --grad-accum 4
     torchrun --nproc_per_node=8 train.py --data ./data --parallel fsdp --resume auto      # goes on, on any ranks
+    torchrun --nproc_per_node=8 train.py --branch-from ckpt/step_9000 --ckpt-dir ./anneal --schedule wsd --steps 12000
     python train.py --data ./web:0.7 --data ./code:0.3                        # two data sets, mixed by share of samples
 
 Read it from top to bottom: flags, group, data, contract, model, the loop, the end.
@@ -18,13 +19,11 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from fourscale import __version__, code_version
-from fourscale.cli import InputError, RunFailed, door, from_toml, parse
+from fourscale.cli import RunFailed, door, from_toml, parse
 from fourscale.config import TrainConfig
 
 if TYPE_CHECKING:
     from fourscale.parallel import Topology
-
-SKIPPED_LIMIT = 10  # non-finite updates in a row after which a run is beyond help
 
 
 @door
@@ -36,7 +35,15 @@ def main() -> None:
     from fourscale import parallel, rundir
 
     flags = rundir.recall(flags)
-    topology = parallel.start(flags.parallel, flags.backend, flags.device, flags.dtype)
+    topology = parallel.start(
+        flags.parallel,
+        flags.backend,
+        flags.device,
+        flags.dtype,
+        flags.shard_size,
+        flags.timeout,
+        flags.expect_world_size,
+    )
     try:
         pretrain(flags, topology)
     except (RuntimeError, OSError) as e:
@@ -58,26 +65,31 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     if flags.resume != "never" and topology.from_main(finished.is_file):
         return say(f"{finished}: this run is finished; nothing to do (the other flags were not looked at)")
     run_dir = publish.RunDir(flags.ckpt_dir, topology)
-    ckpt = run_dir.resume_point(flags.resume)
+    ckpt = run_dir.resume_point(flags.resume, flags.resume_step)
+    parent = None if ckpt else rundir.branch_point(flags, topology)  # of a branch's first start
+    before = ckpt or parent  # where weights, optimizer and clock come from
 
     # ---- 3. data ---------------------------------------------------------------------------------------------------
     data = corpus.of_flags(flags, ckpt.run if ckpt else None)
 
     # ---- 4. the plan and the contract: what this run is, for good --------------------------------------------------
     device_type = topology.device.type
-    plan = budget.plan(flags, data.vocab_size, topology.world_size, device_type, topology.dtype, data.eot_id)
+    origin = rundir.origin_of(ckpt, parent)
+    plan = budget.plan(flags, data.vocab_size, topology.world_size, device_type, topology.dtype, data.eot_id, origin)
     cfg, ctx, world, updates = plan.cfg, plan.cfg.model.ctx, topology.world_size, plan.updates
     optim.check_schedule(updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
     order = data.order(ctx, cfg.data_seed, cfg.sampling)
     attempt = {
         "attempt": run_dir.attempt,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "from_update": ckpt.step["update"] if ckpt else 0,
+        "from_update": before.step["update"] if before else 0,
         "code": code_version(),
         "torch": torch.__version__,
+        "host": parallel.host_name(),
         "data": data.absolute["data"],
         "device": parallel.device_name(topology.device),
-        **{k: getattr(cfg, k) for k in ("parallel", "local_bsz", "grad_accum", "compile")},
+        **{k: getattr(cfg, k) for k in ("parallel", "local_bsz", "grad_accum", "grad_sync", "act_ckpt", "compile")},
+        "shard_size": topology.shard_size,
         "world_size": world,
     }
     run = {
@@ -89,51 +101,63 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         "config": rundir.as_table(dataclasses.replace(cfg, **data.absolute)),
         "attempts": [*(ckpt.run["attempts"] if ckpt else []), attempt],
     }
-    if ckpt is not None:
-        rundir.refuse_differences(run_dir.path, ckpt.run, run)
-        before = ckpt.run["attempts"][-1]
-        if cfg.model.dropout > 0 and any(before[k] != attempt[k] for k in ("world_size", "local_bsz")):
-            raise InputError(
-                f"--dropout {cfg.model.dropout}: masks belong to ranks and micro-batches; resume as before, on "
-                f"{before['world_size']} ranks with --local-bsz {before['local_bsz']}"
-            )
+    changed = rundir.reconcile(run_dir.path, ckpt, run) if ckpt else []
+    if ckpt is not None and "origin" in ckpt.run:
+        run["origin"] = ckpt.run["origin"]
+    if parent is not None:
+        run["origin"] = rundir.origin_entry(parent, run)
     verification = corpus.Verification(data, cfg.verify_data, topology, lambda: stop_request.name is not None)
     run_dir.write_contract(run, None if ckpt else data.tokenizer)
-    size, empty = budget.count_parameters(cfg.model), world * cfg.local_bsz * cfg.grad_accum - cfg.global_bsz
+    size = budget.count_parameters(cfg.model)
     say(
         f"fourscale {__version__} | {cfg.model.arch} {cfg.model.n_layers} layers x {cfg.model.d_model} wide, "
         f"{size.total:,} parameters{'' if flags.model.d_model else f' (sized to {device_type})'} | "
         f"{world} x {attempt['device']}, {cfg.parallel}, {cfg.dtype}\n"
-        f"update = {cfg.global_bsz} windows x {ctx} = {plan.tokens_per_update:,} tokens, by {world} ranks x "
-        f"{cfg.local_bsz} windows x {cfg.grad_accum} micro-batches{f' ({empty} of weight 0)' if empty else ''} | "
+        f"{rundir.split(cfg.global_bsz, attempt)} | x {ctx} = {plan.tokens_per_update:,} tokens | "
         f"{updates:,} updates, {plan.token_budget:,} tokens{data.told(order.epochs(plan.token_budget / ctx))} "
         f"| {run_dir.path}"
     )
-    for note in data.notes:
+    for note in [*data.notes, *changed]:
         say(f"note: {note}")
+    if changed and topology.main:
+        run_dir.event("changed", update=before.step["update"], what=changed)
 
-    # ---- 5. model and optimizer, with weights from the seed or the checkpoint --------------------------------------
+    # ---- 5. model and optimizer, with weights from the seed or a checkpoint ----------------------------------------
     with torch.device("meta"):
-        raw = GPT(cfg.model)
-    model = parallel.build(raw, lambda: raw.init_weights(cfg.seed), topology, cfg.compile)
+        raw = GPT(cfg.model, cfg.act_ckpt)
+    compiled, told = parallel.compile_blocks(raw, topology, cfg.local_bsz) if cfg.compile else (False, None)
+    model = parallel.build(raw, lambda: raw.init_weights(cfg.seed), topology)
+    if compiled:
+        told += f", the rest in {parallel.warm_up(model, topology, cfg.local_bsz, ctx):.1f} s, apart from ms/step"
+    if told:
+        say(told)
     optimizers = optim.build(raw, cfg.optimizer, cfg.weight_decay, cfg.beta1, cfg.beta2)
-    done, tokens_seen = 0, 0
     meter = telemetry.Meter(
         run_dir.path,
         topology,
         updates,
         budget.flops_per_token(cfg.model),
         budget.peak_flops(attempt["device"], cfg.dtype),
+        run_dir.event,
+        run_dir.assert_writer,
     )
 
     def tensors() -> dict[str, torch.Tensor]:
         return checkpoint.model_tensors(raw) | checkpoint.optimizer_tensors(raw, optimizers)
 
-    if ckpt is not None:
-        checkpoint.load(ckpt.dir, tensors(), topology.cpu_group)
-        done, tokens_seen, meter.skipped = ckpt.step["update"], ckpt.step["tokens"], ckpt.step["skipped"]
-        say(f"resumed from {ckpt.dir.name}: {tokens_seen:,} tokens seen")
+    done, tokens_seen, history = origin.update, origin.tokens, {}
+    if before is not None:
+        checkpoint.load(before.dir, tensors(), topology.publish_group)
+        history = before.step
+        done, tokens_seen, meter.skipped = history["update"], history["tokens"], history["skipped"]
+        meter.skipped_in_a_row = history.get("skipped_in_a_row", 0)
+        say(f"{'resumed' if ckpt else 'branched'} from {before.dir.name}: {tokens_seen:,} tokens seen")
+    guard = optim.Guard(topology.device, cfg.skip_spikes, history.get("guard"))
+    scaler = optim.gradient_scaler(topology.dtype, topology.device, world, history.get("scaler"))
     topology.from_main(lambda: telemetry.rewind(run_dir.path, done))
+    saver = publish.Saver(run_dir, cfg.keep, cfg.keep_every, cfg.async_ckpt, cfg.max_save_failures)
+    for note in saver.check_space(tensors()):
+        say(f"note: {note}")
 
     # ---- 6. the loop: accumulate, one denominator, backward, clip, guard, step -------------------------------------
     my_rows = update_rows(cfg.global_bsz, world, topology.rank, cfg.local_bsz, cfg.grad_accum)  # [A, B]
@@ -143,10 +167,8 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     def load(i: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Inputs and targets of update i for this rank, int64 [A, B, ctx] each, and how many targets are supervised."""
         rows = my_rows.ravel()
-        lengths = torch.from_numpy(
-            supervised(rows, plan.token_budget - i * plan.tokens_per_update, ctx, cfg.global_bsz)
-        )
-        parts, starts = order.starts(i * cfg.global_bsz + rows % cfg.global_bsz)
+        lengths = torch.from_numpy(supervised(rows, plan.token_budget - plan.tokens(i), ctx, cfg.global_bsz))
+        parts, starts = order.starts(plan.samples(i) + rows % cfg.global_bsz)
         tokens = torch.from_numpy(data.windows(parts, starts, ctx + 1)).view(*my_rows.shape, ctx + 1)
         mask = positions >= lengths.view(*my_rows.shape, 1)  # padding rows, and what lies beyond the token budget
         inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].masked_fill(mask, IGNORE)
@@ -154,12 +176,19 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs, targets, int(lengths.sum())
 
-    def evaluate() -> dict[str, Any]:
+    def asked_to_stop() -> bool:
+        return stop_request.name is not None
+
+    def evaluate() -> dict[str, Any] | None:
+        scores = {}
         with meter.off_the_clock():
-            scores = {
-                part.name: heldout.score(model, part.val, ctx, starts, cfg.local_bsz, topology)
-                for part, starts in zip(data.parts, eval_starts, strict=True)
-            }
+            for part, starts in zip(data.parts, eval_starts, strict=True):
+                score = heldout.score(
+                    model, part.val, ctx, starts, cfg.local_bsz, topology, asked_to_stop=asked_to_stop
+                )
+                if score is None:
+                    return say(f"step {done} | the held-out loss was left off: a rank is asked to stop")
+                scores[part.name] = score
             score, losses = heldout.pooled(scores.values()), {name: s.loss for name, s in scores.items()}
             each = "".join(f" | {name} {loss:.4f}" for name, loss in losses.items()) if data.mixed else ""
             say(f"step {done} | val loss {score.loss:.4f} | val ppl {score.perplexity:.2f}{each}")
@@ -167,15 +196,18 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
 
     def save() -> None:
         with meter.off_the_clock():
-            meter.flush(aloud=False)
-            step = {"update": done, "tokens": tokens_seen, "samples_seen": done * cfg.global_bsz}
+            meter.flush(aloud=False, durable=True)
+            step = {"update": done, "tokens": tokens_seen, "samples_seen": plan.samples(done)}
             step |= {"applied": done - meter.skipped, "skipped": meter.skipped, "val_loss": None}
-            if run_dir.publish(tensors(), step | (held_out or {}), cfg.keep, cfg.keep_every):
-                say(f"step {done} | saved {run_dir.path / f'step_{done}'}")
+            step |= {"skipped_in_a_row": meter.skipped_in_a_row, "guard": guard.mean()}
+            step |= {"scaler": optim.scaler_state(scaler, world)}
+            saver.begin(tensors(), step | (held_out or {}))
 
     held_out = {k: ckpt.step[k] for k in ("val_loss", "val_losses") if k in ckpt.step} if ckpt else None
     stop_at = min(updates, cfg.stop_after or updates)
     stopped_by = f"--stop-after {stop_at}" if stop_at < updates else None
+    quiet_every = min(cfg.log_every, cfg.skip_limit)  # the host hears of dropped updates at least this often
+    saved_at = time.monotonic()
     loader = ThreadPoolExecutor(max_workers=1)  # the next update is read while this one is computed
     upcoming = loader.submit(load, done) if done < stop_at else None
     meter.restart_clock()
@@ -185,55 +217,81 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         data_ms = 1e3 * (time.monotonic() - waited)
         upcoming = loader.submit(load, done + 1) if done + 1 < stop_at else None
 
-        # One small message an update: supervised tokens of all ranks; is anyone asked to stop; are anyone's data wrong.
-        message = [count, stop_request.name is not None, verification.failed]
-        count, asked, damaged = (int(x) for x in topology.all_sum(message))
+        # One small message an update: supervised tokens of all ranks; is anyone asked to stop; are anyone's data wrong;
+        # on how many ranks is the save in flight written; is the next one due by rank 0's clock.
+        late = topology.main and cfg.ckpt_minutes and time.monotonic() - saved_at >= 60 * cfg.ckpt_minutes
+        message = [count, asked_to_stop(), verification.failed, saver.ready, bool(late)]
+        count, asked, damaged, ready, late = (int(x) for x in topology.all_sum(message))
         if damaged:
             verification.refuse()
+        if saver.in_flight and ready == world:
+            saver.finish()
         if asked:
             stopped_by = stop_request.name or "a signal to another rank"
             break
 
+        began = time.monotonic() - data_ms / 1e3
         lr = optim.learning_rate(done, updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
         optim.set_lr(optimizers, lr)
         model.zero_grad(set_to_none=True)
-        loss_sum = torch.zeros((), device=topology.device)
+        own_loss = torch.zeros((), device=topology.device)
         for m in range(cfg.grad_accum):
             if cfg.model.dropout > 0:
                 parallel.seed_dropout(topology, cfg.seed, done, m)
             x = inputs[m].to(topology.device, non_blocking=True)  # [B, T]
             y = targets[m].to(topology.device, non_blocking=True)
-            with parallel.accumulate(model, last=m == cfg.grad_accum - 1):
+            with parallel.accumulate(model, m == cfg.grad_accum - 1, topology, cfg.grad_sync):
                 with topology.autocast():
                     window_sums = model(x, y)  # [B], nats
+                if m == cfg.grad_accum - 1:  # under DDP, nothing was waited for so far: what slow ranks differ by
+                    own_ms = 1e3 * (time.monotonic() - began)
                 # DDP and FSDP average over ranks: times world_size, over the global count, is the mean over all tokens.
-                (window_sums.sum() * (world / count)).backward()
-            loss_sum += window_sums.detach().sum()
+                scaler.scale(window_sums.sum() * (world / count)).backward()
+            own_loss += window_sums.detach().sum()
+        optim.unscale(scaler, optimizers)
         norm = parallel.clip_gradients(model, cfg.clip)
-        skipped = optim.step_if_finite(optimizers, norm)
+        loss = topology.sum_on_device(own_loss.clone()) / count
+        skipped = guard.judge(loss, norm)  # on the device, the same on all ranks
+        optim.step(optimizers, skipped)
+        scaler.update()
+        samples = (plan.samples(done), plan.samples(done + 1))
         tokens_seen += count
         done += 1
-        epochs = data.by_name(order.epochs(done * cfg.global_bsz))
-        meter.add(telemetry.Pending(done, tokens_seen, count, lr, epochs, data_ms, loss_sum, norm, skipped))
+        epochs = data.by_name(order.epochs(plan.samples(done)))
+        meter.add(
+            telemetry.Pending(
+                done, tokens_seen, count, lr, epochs, samples, data_ms, own_ms, loss, own_loss, norm, skipped
+            )
+        )
 
         due = cfg.eval_every and (done == updates or done % cfg.eval_every == 0)
         held_out = evaluate() if due else None
-        if due or done == stop_at or done % cfg.log_every == 0 or done == 1:
-            meter.flush(held_out)
-            if meter.skipped_in_a_row >= SKIPPED_LIMIT:
+        aloud = due or done == stop_at or done % cfg.log_every == 0 or done == 1
+        if aloud or done % quiet_every == 0:
+            meter.flush(held_out, aloud=bool(aloud))
+            if meter.skipped_in_a_row >= cfg.skip_limit:
                 raise RunFailed(
-                    f"step {done}: the gradient was not finite for {meter.skipped_in_a_row} updates in a row; "
-                    "what is saved is finite: lower --lr, lengthen --warmup or look at the data"
+                    f"step {done}: {meter.skipped_in_a_row} updates in a row were dropped (--skip-limit), see "
+                    f"{run_dir.path / 'events.jsonl'}; what is saved is sound: lower --lr, lengthen --warmup or look "
+                    "at the data"
                 )
-        if cfg.ckpt_every and done % cfg.ckpt_every == 0:
+        val_loss = (held_out or {}).get("val_loss")
+        best = cfg.save_best and val_loss is not None and (saver.best is None or val_loss < saver.best[1])
+        if (cfg.ckpt_every and done % cfg.ckpt_every == 0) or late or best:
             save()
+            saved_at = time.monotonic()
 
     # ---- 7. the end: a checkpoint, a receipt, the curve -----------------------------------------------------------
     loader.shutdown(cancel_futures=True)
     verified = verification.close(patient=done == stop_at)
-    if done:
+    saver.finish()
+    if done > origin.update:
         meter.flush()
-        save()
+        if topology.main and meter.unwritten:
+            say(f"note: {meter.unwritten} rows found no room in {run_dir.path / 'metrics.jsonl'}")
+        if saver.saved != done:
+            save()
+        saver.finish(final=True)
     topology.from_main(lambda: telemetry.plot_loss(run_dir.path))
     receipt = {"update": done, "updates": updates, "tokens": tokens_seen, "skipped": meter.skipped, "val_loss": None}
     receipt |= (held_out or {}) | verified
@@ -244,6 +302,7 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     else:
         run_dir.receipt("STOPPED.json", receipt | {"by": stopped_by})
     what = f"finished {updates:,} updates" if done == updates else f"stopped by {stopped_by} after {done:,} updates"
+    run_dir.close()
     say(f"{what}, {tokens_seen:,} tokens | {run_dir.path / 'loss.png'}")
 
 

@@ -88,13 +88,31 @@ def updates_for(tokens: int, tokens_per_update: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The clock at which a run begins: zeros, or the checkpoint's that --branch-from names."""
+
+    update: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """A TrainConfig with nothing left open, and what follows from it for the ranks there are."""
 
     cfg: TrainConfig
-    updates: int
-    token_budget: int  # supervised tokens of the whole run
+    updates: int  # of the whole run, the origin's among them; so is the budget
+    token_budget: int  # supervised tokens
     tokens_per_update: int
+    origin: Origin = Origin()
+
+    def samples(self, i: int) -> int:
+        """Samples read before update i (zero-based)."""
+        return self.origin.samples + (i - self.origin.update) * self.cfg.global_bsz
+
+    def tokens(self, i: int) -> int:
+        """Supervised tokens before update i."""
+        return min(self.token_budget, self.origin.tokens + (i - self.origin.update) * self.tokens_per_update)
 
     def training_table(self) -> dict[str, int | float | str]:
         """What changes the experiment beside model, tokenizer and data: part of the run's contract."""
@@ -110,6 +128,8 @@ class Plan:
             "beta1",
             "beta2",
             "clip",
+            "skip_spikes",
+            "skip_limit",
         )
         table = {name: getattr(c, name) for name in (*names, "dtype", "sampling", "seed", "data_seed", "eval_tokens")}
         if c.schedule == "wsd":
@@ -118,17 +138,24 @@ class Plan:
 
 
 def plan(
-    cfg: TrainConfig, vocab_size: int, world_size: int, device_type: str, dtype: str, eot_id: int | None = None
+    cfg: TrainConfig,
+    vocab_size: int,
+    world_size: int,
+    device_type: str,
+    dtype: str,
+    eot_id: int | None = None,
+    origin: Origin = Origin(),
 ) -> Plan:
     """Fill in every derived knob. Raises InputError where flags contradict each other or can't be carried out.
 
     vocab_size, eot_id: of the data's tokenizer; eot_id is None where that isn't known. cfg.global_bsz wins over
     cfg.grad_accum where a run's contract has fixed it; where both are given they must agree.
     """
-    for name in ("local_bsz", "log_every"):
+    for name in ("local_bsz", "log_every", "skip_limit"):
         if getattr(cfg, name) < 1:
             raise InputError(f"{flag(name)} {getattr(cfg, name)}: must be at least 1")
-    for name in ("grad_accum", "global_bsz", "steps", "tokens", "stop_after", "keep", "keep_every", "eval_tokens"):
+    counts = ("grad_accum", "global_bsz", "steps", "tokens", "stop_after", "keep", "keep_every", "eval_tokens")
+    for name in (*counts, "shard_size"):
         if getattr(cfg, name) == 0:
             raise InputError(f"{flag(name)} 0: must be at least 1, or left out")
     asked = cfg.model
@@ -150,11 +177,21 @@ def plan(
     if cfg.steps and cfg.tokens:
         raise InputError("--steps and --tokens both set the length of the run; give one")
     per_update = global_bsz * model.ctx
-    updates = updates_for(cfg.tokens, per_update)[0] if cfg.tokens else cfg.steps or 2000
-    for name in ("lr", "min_lr", "weight_decay", "clip"):
+    for name, asked_length, begun in (("steps", cfg.steps, origin.update), ("tokens", cfg.tokens, origin.tokens)):
+        if asked_length and asked_length <= begun:
+            raise InputError(f"{flag(name)} {asked_length}: the branch begins at {begun:,}; ask for more")
+    if cfg.tokens:
+        updates = origin.update + updates_for(cfg.tokens - origin.tokens, per_update)[0]
+    else:
+        updates = cfg.steps or max(2000, origin.update + 1)
+    if dtype == "fp16" and cfg.optimizer != "adamw":
+        raise InputError(f"--dtype fp16: its scaled gradients go with --optimizer adamw, not {cfg.optimizer}; use bf16")
+    for name in ("lr", "min_lr", "weight_decay", "clip", "skip_spikes", "ckpt_minutes"):
         value = getattr(cfg, name)
         if value is not None and not 0 <= value < float("inf"):
             raise InputError(f"{flag(name)} {value}: must be a finite number, 0 or more")
+    if 0 < cfg.skip_spikes <= 1:
+        raise InputError(f"--skip-spikes {cfg.skip_spikes:g}: must be above 1, or every update is one; 0 for none")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(cfg, name) < 1:
             raise InputError(f"{flag(name)} {getattr(cfg, name)}: must be at least 0 and below 1")
@@ -170,7 +207,8 @@ def plan(
         warmup=cfg.warmup if cfg.warmup is not None else min(100, updates // 10),
         eval_tokens=cfg.eval_tokens or (65_536 if device_type == "cpu" else 1_048_576),
     )
-    return Plan(full, updates, cfg.tokens or updates * per_update, per_update)
+    token_budget = cfg.tokens or origin.tokens + (updates - origin.update) * per_update
+    return Plan(full, updates, token_budget, per_update, origin)
 
 
 def flops_per_token(cfg: ModelConfig) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from fourscale.cli import InputError
 
@@ -41,28 +46,142 @@ def optimizer_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer])
     return out
 
 
-def save(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write the tensors as torch.distributed.checkpoint files into an existing fresh directory; all ranks take part.
+def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """What this rank is to write of `tensors`, so that each byte is staged and written by one rank only.
 
-    Raises OSError where a rank can't write. Files are not yet durable nor hashed: see `seal`.
+    A plain tensor is whole on all ranks, a DTensor's shard on the ranks along its replicated mesh dimensions: such
+    copies are dealt, largest first, each to the rank that has the fewest bytes so far.
+    """
+    loads: dict[int, list[int]] = {}
+    mine = set()
+    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
+        copies, me = world_size, rank
+        if isinstance(t := tensors[name], DTensor):
+            copies, me = 1, 0
+            for size, at, placement in zip(
+                t.device_mesh.shape, t.device_mesh.get_coordinate(), t.placements, strict=True
+            ):
+                if placement.is_replicate():
+                    copies, me = copies * size, me * size + at
+        load = loads.setdefault(copies, [0] * copies)
+        writer = load.index(min(load))
+        load[writer] += t.nbytes
+        if writer == me:
+            mine.add(name)
+    return {name: t for name, t in tensors.items() if name in mine}
+
+
+def local_bytes(tensors: dict[str, Tensor]) -> int:
+    """Bytes of this rank's parts."""
+    return sum(_local(t).nbytes for t in tensors.values())
+
+
+def bytes_on_disk(tensors: dict[str, Tensor]) -> int:
+    """About what this rank's parts take in files: torch.save's records and the metadata come on top of the numbers."""
+    return int(1.01 * local_bytes(tensors)) + 2560 * len(tensors) + 16384
+
+
+def non_finite(tensors: dict[str, Tensor]) -> str | None:
+    """The first of `tensors` whose part on this rank has a NaN or an infinity; one pass, and no copy."""
+    parts = {name: p for name, t in tensors.items() if (p := _local(t)).numel()}
+    if not parts:
+        return None
+    extremes = torch.stack([torch.stack(torch.aminmax(p)) for p in parts.values()])  # [N, 2]; a NaN is handed on
+    return next((name for name, ok in zip(parts, extremes.isfinite().all(1).tolist(), strict=True) if not ok), None)
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def stager(device: torch.device) -> DefaultStager:
+    """Copies tensors into host memory that is kept and used again (pinned for a GPU's): returns when copied."""
+    gpu = device.type == "cuda"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
+        )
+    )
+
+
+def write(
+    directory: Path, tensors: dict[str, Tensor], rank: int, group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
+    """Write each rank's share as torch.distributed.checkpoint files into an existing fresh directory, durably.
+
+    All ranks of `group` take part. Returns this rank's files, name -> {size, sha256}; rank 0 has the metadata too.
+    Raises OSError, on all ranks where any can't write its part; on its own where its files can't be read back.
     """
     # One thread: with more, an error of a writing thread is lost.
     writer = dcp.FileSystemWriter(directory, thread_count=1, sync_files=False, overwrite=True)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as e:
-        causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(e.failures.items()))
-        raise OSError(f"{directory}: {causes}") from None
-
-
-def seal(directory: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Make this rank's files durable and describe them: name -> {size, sha256}. Rank 0 owns the metadata too."""
+    except CheckpointException as e:  # a BaseException
+        failed, failure = sorted(e.failures.items())[0]
+        raise OSError(f"rank {failed}: {cause(failure[0])}") from None
     table = {}
-    for path in sorted(directory.iterdir()):
-        if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == ".metadata"):
-            fsync(path)
-            table[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == ".metadata"):
+                fsync(path)
+                table[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+    except OSError as e:
+        raise OSError(f"rank {rank}: {cause(e)}") from None
     return table
+
+
+def write_in_background(
+    directory: Path, staged: dict[str, Tensor], rank: int, group: dist.ProcessGroup
+) -> Future[dict[str, dict[str, Any]]]:
+    """`write` in a thread, of tensors that nobody changes, over a group that nothing else uses meanwhile.
+
+    torch's async_save starts its thread before other ranks are known to have their copy, and those that have would then
+    wait for one that has not.
+    """
+    future: Future[dict[str, dict[str, Any]]] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(write(directory, staged, rank, group))
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=work, name="save", daemon=True).start()
+    return future
+
+
+def cause(e: BaseException) -> str:
+    """One line for what stopped a writer."""
+    if isinstance(e, OSError) and e.strerror:
+        return e.strerror.lower() + (f": {e.filename}" if e.filename else "")
+    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be allocated on this host without swapping, within the limits of its control groups; None
+    where the system doesn't tell."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                root = Path("/sys/fs/cgroup/memory")
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            here = root / path.lstrip("/")
+            for directory in (here, *(p for p in here.parents if p.is_relative_to(root))):
+                with contextlib.suppress(OSError, ValueError):  # the root has no limit, and "max" is none
+                    limit, used = (int((directory / n).read_text()) for n in names[:2])
+                    stat = dict(s.split() for s in (directory / "memory.stat").read_text().splitlines())
+                    found.append(limit - used + int(stat.get(names[2], 0)))
+    return max(0, min(found)) if found else None
 
 
 def fsync(path: Path) -> None:

@@ -39,9 +39,9 @@ def is_rank_zero() -> bool:
 def door(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a door's main: InputError ends with one line and code 2, RunFailed with code 1, Ctrl-C with 130.
 
-    Under torchrun the first rank of each node prints: all ranks meet most errors, but another node may lack a file. One
-    that carries `all_ranks = True` was met by a single rank and is printed by it. A file that can't be read or written
-    is input too.
+    Under torchrun the first rank of each node prints: all ranks meet most errors, but another node may lack a file. An
+    error met by some of them carries `speaks`, True on the rank that is to print it. A file that can't be read or
+    written is input too.
     """
 
     @functools.wraps(main)
@@ -51,7 +51,7 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except (InputError, RunFailed) as e:
-            if int(os.environ.get("LOCAL_RANK", "0")) == 0 or getattr(e, "all_ranks", False):
+            if getattr(e, "speaks", int(os.environ.get("LOCAL_RANK", "0")) == 0):
                 print(f"error: {e}", file=sys.stderr, flush=True)
             else:  # torchrun ends all ranks when the first has ended: let the one that speaks be first
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -263,7 +263,7 @@ class SampleConfig:
     """Checkpoint -> text."""
 
     ckpt: Path = Path("./ckpt")
-    """a step_N directory, or a run directory (its latest)"""
+    """a step_N directory, a run directory (its newest), or the file `best` in one"""
     prompt: Annotated[str, derived] = ""
     """text to continue (default: none, the model begins a document)"""
     num_samples: Count = 1
@@ -308,7 +308,7 @@ class EvalConfig:
     data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """of headerless shards without a manifest"""
     ckpt: Path = Path("./ckpt")
-    """a step_N directory, or a run directory (its latest)"""
+    """a step_N directory, a run directory (its newest), or the file `best` in one"""
     split: Literal["val", "train"] = "val"
     """side of the data to score"""
     ctx: MaybeCount = None
@@ -338,7 +338,7 @@ class ExportConfig:
     """Checkpoint -> Hugging Face directory, published only if its logits equal ours."""
 
     ckpt: Path = Path("./ckpt")
-    """a step_N directory, or a run directory (its latest)"""
+    """a step_N directory, a run directory (its newest), or the file `best` in one"""
     out: Path = Path("./ckpt_hf")
     """directory to write; must not exist yet"""
 
@@ -379,6 +379,43 @@ class CheckDataConfig:
             raise InputError(f"--max-overlap {self.max_overlap}: a share, 0 .. 1")
         if self.json is not None and not self.json.resolve().parent.is_dir():
             raise InputError(f"--json {self.json}: no such directory to write to; make it first")
+
+
+@dataclass
+class CheckCkptConfig:
+    """List the checkpoints of a run and verify each: sizes, sha256, names and shapes against the run's model."""
+
+    dirs: tyro.conf.Positional[Texts] = ()
+    """run directories (all their checkpoints), or step_N directories"""
+    deep: bool = False
+    """also read every tensor: all must be finite"""
+    json: Path | None = None
+    """also write the checks to this file"""
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, where the values are impossible."""
+        _check_dirs("ckpt", self.dirs, self.json)
+
+
+@dataclass
+class CheckRunConfig:
+    """Show what a run is and what happened to it, and check that its records agree: contract, metrics, receipt."""
+
+    dirs: tyro.conf.Positional[Texts] = ()
+    """run directories, as --ckpt-dir named them"""
+    json: Path | None = None
+    """also write the checks to this file"""
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, where the values are impossible."""
+        _check_dirs("run", self.dirs, self.json)
+
+
+def _check_dirs(word: str, dirs: tuple[str, ...], json: Path | None) -> None:
+    if not dirs:
+        raise InputError(f"check.py {word}: name what to check, as in python check.py {word} ./ckpt")
+    if json is not None and not json.resolve().parent.is_dir():
+        raise InputError(f"--json {json}: no such directory to write to; make it first")
 
 
 def model_from_dict(table: dict[str, Any]) -> ModelConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,8 +121,10 @@ def score(
     local_bsz: int,
     topology: Topology,
     progress: bool = False,
-) -> Score:
-    """Score each window of `starts` (from `eval_starts`) once, dealt over the ranks; the same Score on every rank.
+    asked_to_stop: Callable[[], bool] | None = None,
+) -> Score | None:
+    """Score each window of `starts` (from `eval_starts`) once, dealt over the ranks; the same Score on every rank, or
+    None once `asked_to_stop` is true on one of them.
 
     Collective: every rank runs the same number of forwards of the same shape, only through `model(idx, targets)`, so
     DDP, FSDP and plain modules will do. Training mode is put back afterwards, and no random number is drawn.
@@ -142,6 +144,8 @@ def score(
             pause = 0.2 if sys.stderr.isatty() else 10  # a log file wants few lines
             quiet = not progress or rank != 0
             for batch in tqdm(rows, "scoring", unit="batch", disable=quiet, leave=False, mininterval=pause, delay=1):
+                if asked_to_stop is not None and topology.all_sum([asked_to_stop()])[0]:
+                    return None
                 at = np.where(batch < count, starts[np.minimum(batch, count - 1)], -1)
                 idx, targets = (torch.from_numpy(x).to(device) for x in window_batch(stream, at, length))
                 with topology.autocast():

@@ -10,11 +10,13 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fourscale.cli import is_rank_zero, say
 from fourscale.config import ModelConfig
@@ -187,31 +189,76 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
-    """Pre-norm residual block: [B, T, D] fp32 -> [B, T, D] fp32."""
+# ---- activation checkpointing (--act-ckpt) -------------------------------------------------------------------------
 
-    def __init__(self, cfg: ModelConfig):
+_aten = torch.ops.aten
+PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default]
+ATTENTION = [
+    *(_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default),
+    *(_aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default),
+    torch.ops.higher_order.flex_attention,
+]
+
+
+def keep_products() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts of a forward and its recomputation: results of matrix products are kept, the rest is computed again."""
+    return create_selective_checkpoint_contexts(PRODUCTS)
+
+
+def keep_products_and_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The same with the results of attention kept too. Not with dropout: an attention that isn't computed again draws
+    no random numbers, and those drawn after it would be others than in the forward."""
+    return create_selective_checkpoint_contexts(PRODUCTS + ATTENTION)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: [B, T, D] fp32 -> [B, T, D] fp32.
+
+    act_ckpt, in training: none keeps what the backward needs; block keeps the input alone and computes the rest again
+    (Chen et al. 2016, arXiv:1604.06174); selective keeps the results of matrix products and attention too (Korthikanti
+    et al. 2022, arXiv:2205.05198). The gradients are the same.
+    """
+
+    def __init__(self, cfg: ModelConfig, act_ckpt: str = "none"):
         super().__init__()
         self.attn_norm = Norm(cfg.d_model, cfg)
         self.attn = Attention(cfg)
         self.mlp_norm = Norm(cfg.d_model, cfg)
         self.mlp = MLP(cfg)
         self.dropout = cfg.dropout
+        self.act_ckpt = act_ckpt
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None) -> Tensor:
+        # Two names, so that --compile can replace what training runs, whose shapes never change, and leave the rest.
+        run = self.train_forward if self.training and torch.is_grad_enabled() else self.plain_forward
+        return run(x, rope, mask)
+
+    def train_forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None
+    ) -> Tensor:
+        if self.act_ckpt == "none":
+            return self.plain_forward(x, rope, mask)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
+        if self.act_ckpt == "selective":
+            options["context_fn"] = keep_products if self.dropout > 0 else keep_products_and_attention
+        return checkpoint(self.plain_forward, x, rope, mask, **options)
+
+    def plain_forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None
+    ) -> Tensor:
         x = x + F.dropout(self.attn(self.attn_norm(x), rope, mask), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
 class GPT(nn.Module):
-    """Decoder-only language model. Weights are undefined until `init_weights` or a load."""
+    """Decoder-only language model. Weights are undefined until `init_weights` or a load. act_ckpt: see `Block`."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, act_ckpt: str = "none"):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.padded_vocab, cfg.d_model)
         self.wpe = nn.Embedding(cfg.ctx, cfg.d_model) if cfg.arch == "gpt2" else None
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(Block(cfg, act_ckpt) for _ in range(cfg.n_layers))
         self.norm = Norm(cfg.d_model, cfg)
         # A tied head is the embedding itself, not a second name for it: nothing to re-tie, nothing saved twice.
         self.head = None if cfg.tie else nn.Linear(cfg.d_model, cfg.padded_vocab, bias=False)
@@ -226,17 +273,9 @@ class GPT(nn.Module):
         """
         cfg, T = self.cfg, idx.shape[1]
         x = self.wte(idx).float()  # [B, T, D]
-        rope = mask = positions = None
-        if cfg.doc_mask:
-            starts = document_starts(idx, cfg.eot_id)
-            positions = torch.arange(T, device=idx.device) - starts  # [B, T]
-            mask = document_mask(starts, cfg.head_dim, cfg.dropout if self.training else 0.0)
+        positions, rope, mask = self.places(idx)
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
-        else:
-            rope = rotary_tables(T, cfg.head_dim, cfg.rope_theta, idx.device)
-            if positions is not None:
-                rope = tuple(table[positions][:, None] for table in rope)  # [B, 1, T, C] each
         x = F.dropout(x, cfg.dropout, self.training)
         for block in self.blocks:
             x = block(x, rope, mask)
@@ -247,6 +286,21 @@ class GPT(nn.Module):
             return logits
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
         return losses.view(targets.shape).sum(dim=1)
+
+    def places(self, idx: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, Tensor | BlockMask | None]:
+        """What the blocks know of positions and documents in idx, int64 [B, T]: positions within documents int64 [B, T]
+        (None: 0 .. T - 1), the rotary tables (None for gpt2), and the document mask (None without cfg.doc_mask)."""
+        cfg, T = self.cfg, idx.shape[1]
+        rope = mask = positions = None
+        if cfg.doc_mask:
+            starts = document_starts(idx, cfg.eot_id)
+            positions = torch.arange(T, device=idx.device) - starts
+            mask = document_mask(starts, cfg.head_dim, cfg.dropout if self.training else 0.0)
+        if self.wpe is None:
+            rope = rotary_tables(T, cfg.head_dim, cfg.rope_theta, idx.device)
+            if positions is not None:
+                rope = tuple(table[positions][:, None] for table in rope)  # [B, 1, T, C] each
+        return positions, rope, mask
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Processes and devices: the group, the dtype of products, and DDP or FSDP around the model."""
+"""Processes and devices: the groups, the dtype of products, and DDP, FSDP or HSDP around the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import datetime
 import gc
+import logging
 import os
 import signal
 import socket
@@ -21,15 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from fourscale import peers
 from fourscale.cli import InputError, RunFailed, is_rank_zero
+from fourscale.model import GPT, Block
 from fourscale.order import key64
 
 R = TypeVar("R")
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-PUBLISH_TIMEOUT = datetime.timedelta(hours=2)  # a large checkpoint on a slow disk is no dead peer
+PATIENT = datetime.timedelta(hours=2)  # a large checkpoint on a slow disk is no dead peer
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,13 @@ class Topology:
     rank: int
     world_size: int
     device: torch.device
-    dtype: str  # fp32 or bf16, of matrix products
-    parallel: str  # ddp or fsdp
-    cpu_group: dist.ProcessGroup  # gloo, for small control messages and for publishing
+    dtype: str  # fp32, bf16 or fp16, of matrix products
+    parallel: str  # ddp, fsdp or hsdp
+    shard_size: int  # ranks that share one copy: 1 under ddp, world_size under fsdp
+    cpu_group: dist.ProcessGroup  # gloo, --timeout: the small message of each update
+    publish_group: dist.ProcessGroup  # gloo, patient: what may take one rank long, as publishing does
+    save_group: dist.ProcessGroup  # gloo, patient: of the thread that writes checkpoints
+    watch: peers.Watch | None = None  # None in a world of one
 
     @property
     def main(self) -> bool:
@@ -51,7 +59,7 @@ class Topology:
         """The same autocast under DDP and FSDP, so that the residual stream has one dtype in both."""
         if self.dtype == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=AUTOCAST[self.dtype])
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sum over ranks, float64, on the CPU group."""
@@ -69,7 +77,7 @@ class Topology:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank, in order of rank. Plain data only."""
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self.cpu_group)
+        dist.all_gather_object(out, value, group=self.publish_group)
         return out
 
     def from_main(self, fn: Callable[[], R]) -> R:
@@ -85,13 +93,13 @@ class Topology:
                 box[1] = e
             except OSError as e:
                 box[1] = RunFailed(f"{e.filename or fn.__name__}: {(e.strerror or str(e)).lower()}")
-        dist.broadcast_object_list(box, src=0, group=self.cpu_group)
+        dist.broadcast_object_list(box, src=0, group=self.publish_group)
         if box[1] is not None:
             raise box[1]
         return box[0]
 
     def barrier(self) -> None:
-        dist.barrier(group=self.cpu_group)
+        dist.barrier(group=self.publish_group)
 
 
 def _die_with_parent() -> None:
@@ -125,7 +133,7 @@ def pick_device(device: str, backend: str) -> torch.device:
             error = InputError(
                 f"--nproc_per_node: rank {local_rank} of this node has no GPU, {n} visible; start {n} a node"
             )
-            error.all_ranks = True
+            error.speaks = True
             raise error
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
@@ -137,9 +145,28 @@ def pick_device(device: str, backend: str) -> torch.device:
     return torch.device(device)
 
 
-def start(parallel: str = "ddp", backend: str = "auto", device: str = "auto", dtype: str = "fp32") -> Topology:
-    """Join the process group that torchrun announces (or make one of a single process) and pick the device."""
+def start(
+    parallel: str = "ddp",
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str = "fp32",
+    shard_size: int | None = None,
+    timeout_s: float = 600,
+    expect_world_size: int | None = None,
+) -> Topology:
+    """Join the process group that torchrun announces (or make one of a single process) and pick the device.
+
+    timeout_s: seconds that a collective or a silent rank is waited for. Raises InputError for what this machine doesn't
+    have, and for sizes that don't fit, before a group is joined.
+    """
     _die_with_parent()
+    if timeout_s < 1:
+        raise InputError(f"--timeout {timeout_s:g}: must be at least 1 second")
+    world = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    if expect_world_size is not None and expect_world_size != world:
+        hint = "start it with torchrun" if "RANK" not in os.environ else "look at --nnodes and --nproc_per_node"
+        raise InputError(f"--expect-world-size {expect_world_size}: there {_are(world)}; {hint}")
+    shards = shard_size_of(parallel, shard_size, world)
     where = pick_device(device, backend)
     if dtype == "auto":
         dtype = "bf16" if where.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
@@ -152,79 +179,187 @@ def start(parallel: str = "ddp", backend: str = "auto", device: str = "auto", dt
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     kind = "cpu:gloo,cuda:nccl" if where.type == "cuda" and backend != "gloo" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    watch = None
     if "RANK" in os.environ:
         try:
-            dist.init_process_group(kind, timeout=COLLECTIVE_TIMEOUT)
+            store, rank, world = next(rendezvous("env://", timeout=timeout))
+            if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+                # torchrun --max-restarts keeps the store, and with it the addresses of the dead. Among several nodes
+                # the count may differ: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store.
+                store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as e:
             host = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             first = str(e).strip().splitlines()[0]
             raise RunFailed(f"process group: rank {os.environ['RANK']} could not join at {host}: {first}") from None
+        if world > 1:
+            watch = peers.Watch(store, rank, world, timeout_s)
     else:
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=where,
         dtype=dtype,
         parallel=parallel,
-        cpu_group=dist.new_group(backend="gloo", timeout=PUBLISH_TIMEOUT),
+        shard_size=shards,
+        cpu_group=dist.new_group(backend="gloo", timeout=timeout),
+        publish_group=dist.new_group(backend="gloo", timeout=PATIENT),
+        save_group=dist.new_group(backend="gloo", timeout=PATIENT),
+        watch=watch,
     )
+
+
+def _are(world: int) -> str:
+    return "is 1 rank" if world == 1 else f"are {world} ranks"
+
+
+def shard_size_of(parallel: str, asked: int | None, world: int) -> int:
+    """How many ranks share one copy of weights and optimizer. Raises InputError where `asked` doesn't fit."""
+    if parallel != "hsdp":
+        if asked is not None:
+            raise InputError(f"--shard-size {asked}: goes with --parallel hsdp; {parallel} has no choice")
+        return world if parallel == "fsdp" else 1
+    if asked is None and world > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise InputError("--parallel hsdp: the launcher doesn't tell the ranks of a node; give --shard-size")
+    size = asked if asked is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size < 1 or world % size:
+        given = f"--shard-size {size}" if asked is not None else f"--parallel hsdp: {size} ranks a node"
+        raise InputError(f"{given}: {world} ranks are not a multiple of it; give --shard-size a divisor of {world}")
+    return size
 
 
 def stop(topology: Topology) -> None:
     """Leave the process group in an orderly way; call it after the last reference to a wrapped model is gone."""
     gc.collect()  # DDP's reducer and FSDP's hooks hold the group: destroyed under them it aborts now and then
     topology.barrier()
+    if topology.watch is not None:
+        topology.watch.stop()
     dist.destroy_process_group()
 
 
-def wrap(model: nn.Module, topology: Topology, compile_blocks: bool = False) -> nn.Module:
-    """DDP or FSDP around a GPT that may still be on the meta device (FSDP shards its parameters in place).
+# ---- the model on many ranks ---------------------------------------------------------------------------------------
 
-    Call it before weights are set for FSDP, after that for DDP: see `build`.
+
+def compile_blocks(model: GPT, topology: Topology, local_bsz: int) -> tuple[bool, str]:
+    """Compile what each block of `model` runs in training, in place, where all ranks can: (whether so, a line to say).
+
+    One block of the model's shape is tried first, forward and backward, alone on each rank: a missing compiler or a
+    graph break is met there, where no rank waits for another. Shapes are static, the same in every micro-batch, and
+    evaluation stays uncompiled: nothing is compiled again during a run. Call it before `build`. Collective.
     """
-    if compile_blocks:
-        for block in model.blocks:
-            block.compile()  # one graph for all blocks, and no `_orig_mod` in the names
-    if topology.parallel == "fsdp":
-        mesh = init_device_mesh(topology.device.type, (topology.world_size,))
-        # Products take bf16 weights off the wire; activations are autocast's business, as under DDP.
-        wire = torch.bfloat16 if topology.dtype == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=wire, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    started = time.monotonic()
+    torch.compiler.reset()  # of an earlier run in this process
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # advice on what blocks don't do
+    fault = None
+    try:
+        _try_block(model, topology, local_bsz)
+    except Exception as e:  # each of dynamo, inductor, the C++ compiler and Triton has exceptions of its own
+        fault = (str(e).strip() or type(e).__name__).splitlines()[0]
+    faults = [(rank, f) for rank, f in enumerate(topology.gather(fault)) if f]
+    if faults:
+        rank, first = faults[0]
+        torch.compiler.reset()
+        return False, f"note: --compile: not on rank {rank} ({first}); training goes on uncompiled"
+    for block in model.blocks:
+        block.train_forward = torch.compile(block.train_forward, dynamic=False)  # one graph for all blocks
+    return True, f"compiled a block in {time.monotonic() - started:.1f} s"
+
+
+def _try_block(model: GPT, topology: Topology, local_bsz: int) -> None:
+    """Compile and run one block of random weights on random input, forward and backward."""
+    cfg, device = model.cfg, topology.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.device(device):  # not around the call: what is compiled under it serves nowhere else
+            block = Block(cfg, model.blocks[0].act_ckpt)
+            x = torch.zeros(local_bsz, cfg.ctx, cfg.d_model, requires_grad=True)
+            idx = torch.zeros(local_bsz, cfg.ctx, dtype=torch.int64)
+        with topology.autocast():
+            _, rope, mask = model.places(idx)
+            torch.compile(block.train_forward, fullgraph=True, dynamic=False)(x, rope, mask).sum().backward()
+
+
+def warm_up(model: nn.Module, topology: Topology, local_bsz: int, ctx: int) -> float:
+    """Seconds that one forward and backward of the run's shapes took: afterwards all is compiled. Collective.
+
+    Gradients are dropped and dropout is seeded anew for each micro-batch, so that training doesn't notice.
+    """
+    started = time.monotonic()
+    idx = torch.zeros(local_bsz, ctx, dtype=torch.int64, device=topology.device)
+    with topology.autocast():
+        loss = model(idx, idx)
+    loss.sum().backward()
+    model.zero_grad(set_to_none=True)
+    return time.monotonic() - started
+
+
+def wrap(model: GPT, topology: Topology) -> nn.Module:
+    """DDP, FSDP or HSDP around a GPT that may still be on the meta device (sharding replaces its parameters in place).
+
+    Call it before weights are set for FSDP and HSDP, after that for DDP: see `build`.
+    """
+    if topology.parallel in ("fsdp", "hsdp"):
+        sizes, names = (topology.world_size,), ("dp_shard",)
+        if topology.parallel == "hsdp":
+            # Ranks of a node are neighbours: the inner dimension shards, the outer one replicates.
+            sizes, names = (topology.world_size // topology.shard_size, topology.shard_size), ("dp_replicate", *names)
+        mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=names)
+        # Products take 16-bit weights off the wire; activations are autocast's business, as under DDP.
+        policy = MixedPrecisionPolicy(
+            param_dtype=AUTOCAST.get(topology.dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)  # the root holds embeddings, final norm and head
+        # The root holds embeddings, final norm and head; under DDP a lookup gives fp32, so these cross the wire in it.
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
     if topology.world_size == 1:
         return model
     device_ids = [topology.device.index] if topology.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    # DDP lays its buckets out anew after the first backward, and sums of more than two ranks round by their place in a
+    # bucket: unless that is behind us, the first update after a resume differs from the one of a run not interrupted.
+    token = torch.zeros(1, 1, dtype=torch.int64, device=topology.device)
+    with torch.compiler.set_stance("force_eager"):
+        wrapped(token, token).sum().backward()
+    model.zero_grad(set_to_none=True)
+    return wrapped
 
 
-def build(
-    model: nn.Module, set_weights: Callable[[], None], topology: Topology, compile_blocks: bool = False
-) -> nn.Module:
+def build(model: GPT, set_weights: Callable[[], None], topology: Topology) -> nn.Module:
     """From a model on the meta device to a wrapped one with weights: no rank ever holds what it doesn't keep."""
-    if topology.parallel == "fsdp":
-        wrapped = wrap(model, topology, compile_blocks)
+    if topology.parallel in ("fsdp", "hsdp"):
+        wrapped = wrap(model, topology)
         model.to_empty(device=topology.device)
         set_weights()
         return wrapped
     model.to_empty(device=topology.device)
     set_weights()
-    return wrap(model, topology, compile_blocks)
+    return wrap(model, topology)
 
 
 @contextlib.contextmanager
-def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: DDP exchanges gradients only in the last one of an update.
+def accumulate(model: nn.Module, last: bool, topology: Topology, grad_sync: str = "auto") -> Iterator[None]:
+    """Around forward and backward of a micro-batch; `last` of the update. When gradients cross the ranks:
 
-    FSDP reduce-scatters in each, since keeping whole gradients would take back the memory that sharding saves.
+    | grad_sync | ddp        | fsdp            | hsdp                                                |
+    |-----------|------------|-----------------|-----------------------------------------------------|
+    | auto      | the last   | each            | each within a shard group, the last between groups  |
+    | every     | each       | each            | each                                                |
+    | last      | the last   | the last        | the last                                            |
+
+    Until they do, ddp holds whole gradients in any case; `last` makes fsdp and hsdp hold them whole, in fp32.
     """
-    if isinstance(model, DistributedDataParallel) and not last:
-        with model.no_sync():
+    if isinstance(model, DistributedDataParallel):
+        with contextlib.nullcontext() if last or grad_sync == "every" else model.no_sync():
             yield
-    else:
-        yield
+        return
+    if topology.parallel in ("fsdp", "hsdp"):
+        model.set_requires_gradient_sync(last or grad_sync != "last")
+        if topology.parallel == "hsdp":
+            model.set_requires_all_reduce(last or grad_sync == "every")
+    yield
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -252,11 +387,14 @@ def explained(topology: Topology, e: RuntimeError | OSError) -> Exception:
     if isinstance(e, OSError) and e.strerror:
         failed = RunFailed(f"rank {topology.rank}: {e.filename or topology.device}: {e.strerror.lower()}")
     elif isinstance(e, dist.DistError) or any(words in str(e) for words in _LOST):
-        first = str(e).strip().splitlines()[0]
-        failed = RunFailed(f"rank {topology.rank}: another rank is gone or stuck, see its own message ({first})")
+        if topology.watch is None:
+            return e
+        failed = RunFailed(f"rank {topology.rank}: {topology.watch.account()}")
+        failed.speaks = topology.watch.speaks()
+        return failed
     else:
         return e
-    failed.all_ranks = True
+    failed.speaks = True
     return failed
 
 

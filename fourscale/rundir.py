@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
-from fourscale import checkpoint
-from fourscale.cli import InputError, flag, from_toml, parse
+from fourscale import checkpoint, optim
+from fourscale.budget import Origin
+from fourscale.cli import InputError, from_toml, parse
 from fourscale.config import ModelConfig, TrainConfig, model_from_dict
 from fourscale.model import GPT
+from fourscale.parallel import Topology
 from fourscale.tokenization import Tokenizer
 from fourscale.tokenization import load as load_saved_tokenizer
 
@@ -65,8 +67,13 @@ class Checkpoint:
     dir: Path  # step_N
     run_dir: Path
     run: dict[str, Any]  # run.json: model, tokenizer, data, training, config, attempts
-    step: dict[str, Any]  # step.json: update, tokens, samples_seen, applied, skipped, val_loss, files
+    step: dict[str, Any]  # step.json: update, tokens, samples_seen, applied, skipped, val_loss, guard, scaler, files
     model: ModelConfig
+
+    @property
+    def clock(self) -> Origin:
+        """How far the run had come."""
+        return Origin(self.step["update"], self.step["samples_seen"], self.step["tokens"])
 
 
 def step_dirs(run_dir: Path) -> list[Path]:
@@ -76,7 +83,10 @@ def step_dirs(run_dir: Path) -> list[Path]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a step_N directory, or a run directory (its latest). Raises InputError."""
+    """The checkpoint at `path`: a step_N directory, a run directory (its newest), or the file `best` or `latest` of
+    one. Raises InputError."""
+    if path.name in ("best", "latest") and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise InputError(f"--ckpt {path}: no such directory; train.py writes one under --ckpt-dir")
     if (path / "step.json").is_file():
@@ -90,15 +100,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise InputError(
             f"--ckpt {path}: no run.json beside {directory.name}; copy it and tokenizer.json from the run too"
         )
-    run = read_json(directory.parent / "run.json")
-    if run.get("format") != FORMAT:
-        raise InputError(f"{directory.parent / 'run.json'}: format {run.get('format')}, this version reads {FORMAT}")
-    step = read_json(directory / "step.json")
-    lacking = [k for k in (*CONTRACT, "config", "attempts") if k not in run]
-    lacking += [k for k in ("update", "tokens", "skipped", "files") if k not in step]
-    if lacking:
-        raise InputError(f"{directory}: its run.json or step.json lacks {lacking[0]}; restore it or use another step")
+    run, step = _read_run(directory.parent), read_json(directory / "step.json")
+    if lacking := [k for k in ("update", "tokens", "samples_seen", "skipped", "files") if k not in step]:
+        raise InputError(f"{directory}: its step.json lacks {lacking[0]}; restore it or use another step")
     return Checkpoint(directory, directory.parent, run, step, model_from_dict(run["model"]))
+
+
+def _read_run(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "run.json"
+    run = read_json(path)
+    if run.get("format") != FORMAT:
+        raise InputError(f"{path}: format {run.get('format')}, this version reads {FORMAT}")
+    if lacking := [k for k in (*CONTRACT, "config", "attempts") if k not in run]:
+        raise InputError(f"{path}: lacks {lacking[0]}; restore it or start in another directory")
+    return run
 
 
 def load_model(ckpt: Checkpoint, device: torch.device | str = "cpu") -> GPT:
@@ -135,6 +150,14 @@ def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
 # ---- the contract --------------------------------------------------------------------------------------------------
 
 CONTRACT = ("model", "tokenizer", "data", "training")  # tables of run.json that a resume may not change
+LENGTH = {"updates", "token_budget"}  # of `training`: a resume may change these where no past rate depends on them
+# What a run from before a field of `training` was added had been doing.
+BEFORE: dict[str, Any] = {"skip_spikes": 0.0, "skip_limit": 10}
+# Fields of an attempt that are no part of the experiment: a resume may change them, and says so.
+LAUNCH = (
+    *("world_size", "parallel", "shard_size", "local_bsz", "grad_accum", "grad_sync", "act_ckpt", "compile"),
+    *("device", "torch", "code"),
+)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -147,8 +170,58 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         a, b = old[table], new[table]
         if table == "model":  # a run from before a field was added had its default
             a, b = (dataclasses.asdict(model_from_dict(t)) for t in (a, b))
+        else:
+            a, b = BEFORE | a, BEFORE | b
         out += [f"{k}: was {a.get(k)}, now {b.get(k)}" for k in sorted({*a, *b}) if a.get(k) != b.get(k)]
     return out
+
+
+def reconcile(run_dir: Path, ckpt: Checkpoint, new: dict[str, Any]) -> list[str]:
+    """What a resume changes about the run and may, in words: its length, its launch.
+
+    Raises InputError naming all that it may not change. The length is free where the rate of each update that was made
+    stays what it was and the budget didn't end within one of them.
+    """
+    old, done = ckpt.run, ckpt.step["update"]
+    if diff := differences(old, new):
+        names = {line.split(":")[0] for line in diff}
+        before, now = BEFORE | old["training"], new["training"]
+        whole = done < min(before["updates"], now["updates"])
+        kept = names <= LENGTH and all(_rate(before, i) == _rate(now, i) for i in range(done))
+        if not (whole and kept):
+            raise InputError(
+                f"--resume: {run_dir} is another experiment ({', '.join(diff)}); leave out the flags that changed, or "
+                f"start a new run in another --ckpt-dir, from this state with --branch-from {ckpt.dir}"
+            )
+    past, present = old["attempts"][-1], new["attempts"][-1]
+    if (p := new["model"]["dropout"]) > 0 and any(past[k] != present[k] for k in ("world_size", "local_bsz")):
+        raise InputError(
+            f"--dropout {p}: masks belong to ranks and micro-batches; resume as before, on {past['world_size']} ranks "
+            f"with --local-bsz {past['local_bsz']}"
+        )
+    launch = [f"{k}: was {past[k]}, now {present[k]}" for k in LAUNCH if k in past and past[k] != present[k]]
+    if past["world_size"] != present["world_size"] or past["local_bsz"] != present["local_bsz"]:
+        launch.append(f"{split(new['training']['global_bsz'], present)} (were {split(None, past)})")
+    return diff + launch
+
+
+def split(global_bsz: int | None, attempt: dict[str, Any]) -> str:
+    """'12 windows an update = 2 ranks x 5 windows x 2 micro-batches, 8 of weight 0'."""
+    ranks, rows, micro = (attempt[k] for k in ("world_size", "local_bsz", "grad_accum"))
+    if global_bsz is None:
+        return f"{ranks} x {rows} x {micro}"
+    empty = ranks * rows * micro - global_bsz
+    padding = f", {empty} of weight 0" if empty else ""
+    of = (
+        f"{n} {what}{'' if n == 1 else end}"
+        for n, what, end in ((ranks, "rank", "s"), (rows, "window", "s"), (micro, "micro-batch", "es"))
+    )
+    return f"{global_bsz} windows an update = {' x '.join(of)}{padding}"
+
+
+def _rate(training: dict[str, Any], i: int) -> float:
+    names = ("updates", "warmup", "lr", "min_lr", "schedule")
+    return optim.learning_rate(i, *(training[n] for n in names), training.get("decay_fraction", 0.2))
 
 
 def data_parts(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -192,37 +265,82 @@ def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
             table[name] = Path(value)
     table["data"] = (table["data"],) if isinstance(table["data"], str) else tuple(table["data"])
     table["model"] = model_from_dict(table["model"])
-    launch = {"grad_accum": None, "stop_after": None, "config": None}
-    return TrainConfig(**(table | launch | {"ckpt_dir": flags.ckpt_dir, "resume": flags.resume}))
+    table = {k: v for k, v in BEFORE.items() if k not in table} | table
+    launch = ("grad_accum", "stop_after", "config", "resume_step", "branch_from", "expect_world_size")
+    here = {k: getattr(flags, k) for k in ("ckpt_dir", "resume", "branch_from")}
+    return TrainConfig(**(table | dict.fromkeys(launch) | here))
 
 
 def recall(flags: TrainConfig) -> TrainConfig:
-    """The flags of this launch: on a resume the run's own, then the recipe's, then the command line's."""
+    """The flags of this launch: on a resume the run's own, then the recipe's, then the command line's; on a branch, in
+    place of the run's own, those of the run that it leaves."""
     steps = step_dirs(flags.ckpt_dir) if flags.resume != "never" else []
-    if not steps:
+    if steps:
+        run = _read_run(
+            flags.ckpt_dir
+        )  # not through a checkpoint: the newest may be damaged, --resume-step name another
+    elif flags.branch_from is not None:
+        run = open_checkpoint(flags.branch_from).run
+    else:
         return flags
-    run = open_checkpoint(steps[-1]).run
     merged = own = config_of(run, flags)
     if flags.config is not None:
         merged = from_toml(TrainConfig, flags.config, merged)
-    merged = dataclasses.replace(parse(TrainConfig, default=merged), grad_accum=None)  # follows from the ranks
+    merged = parse(TrainConfig, default=merged)
+    if steps:
+        _same_branch(flags, run)
+        merged = dataclasses.replace(merged, grad_accum=None)  # follows from the ranks
     if merged.steps and merged.tokens:
         length, given = (f"--steps {own.steps}", "--tokens") if own.steps else (f"--tokens {own.tokens}", "--steps")
         raise InputError(f"{given}: the length of this run is {length}; leave {given} out, or start another --ckpt-dir")
     return merged if merged.dtype != "auto" else dataclasses.replace(merged, dtype=run["training"]["dtype"])
 
 
+def _same_branch(flags: TrainConfig, run: dict[str, Any]) -> None:
+    """A restart may repeat --branch-from as it was; a run that began elsewhere isn't made one by it."""
+    if flags.branch_from is None:
+        return
+    came_from = run.get("origin", {}).get("from")
+    if came_from is None or Path(came_from) != flags.branch_from.resolve():
+        begun = f"branched from {came_from}" if came_from else "was started from scratch"
+        raise InputError(
+            f"--branch-from {flags.branch_from}: the run in {flags.ckpt_dir} {begun}; "
+            "leave the flag out to go on with it, or choose another --ckpt-dir"
+        )
+
+
+def branch_point(flags: TrainConfig, topology: Topology) -> Checkpoint | None:
+    """The checkpoint that a new run begins from, verified; None without --branch-from. Collective."""
+    if flags.branch_from is None:
+        return None
+    ckpt = open_checkpoint(topology.from_main(lambda: open_checkpoint(flags.branch_from).dir))
+    mine = sorted(ckpt.step["files"])[topology.rank :: topology.world_size]
+    if faults := [f for f in topology.gather(checkpoint.damage(ckpt.dir, ckpt.step["files"], mine)) if f]:
+        raise InputError(f"--branch-from: {faults[0]}; name another checkpoint")
+    return ckpt
+
+
+def origin_of(ckpt: Checkpoint | None, parent: Checkpoint | None) -> Origin:
+    """The clock at which the run began: the parent's of a new branch, what run.json says on a resume, else zeros."""
+    if parent is not None:
+        return parent.clock
+    entry = ckpt.run.get("origin") if ckpt is not None else None
+    return Origin(entry["update"], entry["samples_seen"], entry["tokens"]) if entry else Origin()
+
+
+def origin_entry(ckpt: Checkpoint, run: dict[str, Any]) -> dict[str, Any]:
+    """run.json's `origin` of a branch: where it comes from and what differs. Raises InputError for what a branch can't
+    change, since weights or optimizer state would mean something else."""
+    diff = differences(ckpt.run, run)
+    for fixed in ("the data's tokenizer", "optimizer"):
+        if found := next((line for line in diff if line.startswith(f"{fixed}:")), None):
+            raise InputError(f"--branch-from {ckpt.dir}: {found}; a branch keeps it: start a new run without the flag")
+    place = {"from": str(ckpt.dir), "digest": digest(ckpt)}
+    clock = {"update": ckpt.clock.update, "samples_seen": ckpt.clock.samples, "tokens": ckpt.clock.tokens}
+    return place | clock | {"differences": diff}
+
+
 def as_table(cfg: TrainConfig) -> dict[str, Any]:
     """A TrainConfig as plain JSON values."""
     table = dataclasses.asdict(cfg)
     return {k: str(v) if isinstance(v, Path) else v for k, v in table.items()}
-
-
-def refuse_differences(run_dir: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise InputError naming everything that a resume would change about the experiment."""
-    if diff := differences(old, new):
-        names = ", ".join(diff)
-        raise InputError(
-            f"--resume: {run_dir} is another experiment ({names}); leave out the flags that changed "
-            f"or start a new run in another {flag('ckpt_dir')}"
-        )

@@ -299,7 +299,7 @@ class TokenStream:
 def _on_this_rank(message: str) -> InputError:
     """An error that a read meets on one rank of many, which must speak for itself."""
     error = InputError(message)
-    error.all_ranks = True
+    error.speaks = True
     return error
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fourscale.cli import say
+from fourscale.cli import RunFailed, say
 from fourscale.parallel import Topology
+
+PLOTTED = 2000  # points of a curve in loss.png; more rows than that are drawn in groups
 
 
 def clock(seconds: float) -> str:
@@ -43,33 +48,58 @@ def held_out_fields(loss: float, losses: dict[str, float]) -> dict[str, Any]:
     return fields | ({"val_losses": {k: finite(v) for k, v in losses.items()}} if len(losses) > 1 else {})
 
 
+# ---- the rows of a run ---------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Pending:
-    """An update whose loss and norm are still on the device."""
+    """An update whose figures are still on the device: four fp32 scalars."""
 
     update: int  # from 1
     tokens: int  # supervised, since the run began
     count: int  # supervised in this update, over all ranks
     lr: float
     epochs: dict[str, float]  # of each data set by its name
-    data_ms: float
-    loss_sum: Tensor  # nats, this rank's
-    norm: Tensor
-    skipped: Tensor
+    samples: tuple[int, int]  # ids of its samples since the run began, the end exclusive
+    data_ms: float  # waited for the batch
+    own_ms: float  # this rank's own work, without what it waited for others
+    loss: Tensor  # nats per token, over all supervised tokens of all ranks
+    own_loss: Tensor  # nats, summed over this rank's tokens
+    norm: Tensor  # global, before clipping
+    skipped: Tensor  # 1.0 where the update was dropped, else 0.0
 
 
 class Meter:
-    """Collects updates without waiting for the device; `flush` waits, sums over ranks, writes rows, prints a line."""
+    """Collects updates without waiting for the device; `flush` waits, compares the ranks, writes rows, prints a line.
 
-    def __init__(self, run_dir: Path, topology: Topology, updates: int, flops_per_token: float, peak: float | None):
-        self.path = run_dir / "metrics.jsonl"
+    path: the run's directory. updates: of the whole run. peak: FLOP/s of a device, None where unknown.
+    event(name, **fields) and assert_writer() are RunDir's, called on rank 0 only; an event that returns False could not
+    be written and is tried again. `skipped` (since the run began) and
+    `skipped_in_a_row` (up to the newest flushed update) may be set on a resume.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        topology: Topology,
+        updates: int,
+        flops_per_token: float,
+        peak: float | None,
+        event: Callable[..., None],
+        assert_writer: Callable[[], None],
+    ):
         self.topology = topology
         self.updates = updates
         self.flops_per_token, self.peak = flops_per_token, peak
         self.pending: list[Pending] = []
         self.skipped_in_a_row = self.skipped = 0
-        self.last_loss = math.nan
         self.started = time.monotonic()
+        self._file = Rows(path / "metrics.jsonl", event, assert_writer)
+
+    @property
+    def unwritten(self) -> int:
+        """Rows that wait in memory for room on the disk; 0 on all ranks but the first."""
+        return len(self._file.lines)
 
     def restart_clock(self) -> None:
         """The interval begins now: what came before was start-up."""
@@ -81,7 +111,7 @@ class Meter:
         self._settle()
         before = time.monotonic()
         yield
-        self.started += time.monotonic() - before
+        self.started += time.monotonic() - max(before, self.started)  # a flush in between has begun a new interval
 
     def add(self, update: Pending) -> None:
         self.pending.append(update)
@@ -90,106 +120,278 @@ class Meter:
         if self.topology.device.type == "cuda":
             torch.cuda.synchronize(self.topology.device)
 
-    def flush(self, held_out: dict[str, Any] | None = None, aloud: bool = True) -> None:
-        """Write the rows of all pending updates (`held_out`, the fields of an evaluation, to the last one); rank 0
-        prints a line. Collective."""
-        if not self.pending:
-            return
-        rows = self.pending
-        self.pending = []
-        sums = self.topology.sum_on_device(torch.stack([p.loss_sum for p in rows])).tolist()
-        norms = torch.stack([p.norm for p in rows]).tolist()
-        skips = torch.stack([p.skipped for p in rows]).tolist()
+    def flush(self, held_out: dict[str, Any] | None = None, aloud: bool = True, durable: bool = False) -> None:
+        """Write the rows of all pending updates, `held_out` (the fields of an evaluation) to the last one. Collective.
+
+        Rank 0 prints a line where `aloud`. `durable`, for before a save: the rows of a checkpoint outlive a power
+        failure as it does. A disk that refuses costs nothing but a note: the rows wait in memory for the next flush.
+        Raises RunFailed on all ranks where another attempt has taken the directory over.
+        """
+        rows, self.pending = self.pending, []
+        console = ""
+        if rows:
+            console = self._describe(rows, held_out)
+        failed = None
+        if self.topology.main:
+            try:
+                self._file.write(durable)
+            except RunFailed as e:
+                failed = e
+        if rows and self.topology.all_sum([failed is not None])[0]:
+            self.topology.from_main(lambda: _raise(failed))
+        elif failed is not None:
+            raise failed
+        if aloud and console and self.topology.main:
+            say(console)
+
+    def _describe(self, rows: list[Pending], held_out: dict[str, Any] | None) -> str:
+        """Hand the rows and the events of skipped updates to the file of rank 0; the console line."""
+        names = ("loss", "own_loss", "norm", "skipped")
+        losses, own, norms, skips = (torch.stack([getattr(p, name) for p in rows]).tolist() for name in names)
         seconds = time.monotonic() - self.started
         self.started = time.monotonic()
         ms = 1e3 * seconds / len(rows)
         rate = sum(p.count for p in rows) / seconds
         mfu = rate * self.flops_per_token / (self.peak * self.topology.world_size) if self.peak else None
-        lines = []
-        for p, total, norm, skip in zip(rows, sums, norms, skips, strict=True):
+        dropped = [i for i, skip in enumerate(skips) if skip]
+        paces, broken = self._compare_ranks(sum(p.own_ms for p in rows) / len(rows), [own[i] for i in dropped])
+        slowest = max(range(len(paces)), key=paces.__getitem__)
+        pace = {"ms_fastest": round(min(paces), 3), "ms_slowest": round(max(paces), 3), "slowest_rank": slowest}
+        for i, (p, loss, norm, skip) in enumerate(zip(rows, losses, norms, skips, strict=True)):
             self.skipped += int(skip)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
-            self.last_loss = total / p.count
             row: dict[str, Any] = {
                 "update": p.update,
                 "tokens": p.tokens,
-                "loss": finite(self.last_loss),
+                "loss": finite(loss),
                 "lr": p.lr,
                 "preclip_norm": finite(norm),
                 "ms": round(ms, 3),
+                **pace,
                 "data_ms": round(p.data_ms, 3),
                 "tokens_per_s": round(rate, 1),
                 "mfu": mfu,
                 **progress(p.epochs),
+                "applied": p.update - self.skipped,
                 "skipped": self.skipped,
             }
             if held_out is not None and p is rows[-1]:
                 row |= held_out
-            lines.append(json.dumps(row))
-        if not self.topology.main:
+            if self.topology.main:
+                self._file.lines.append(json.dumps(row))
+            if skip and self.topology.main:
+                self._tell_skip(p, loss, norm, broken[dropped.index(i)])
+        last = rows[-1]
+        share = f"{100 * mfu:.1f}%" if mfu is not None else "n/a"
+        eta = clock((self.updates - last.update) * ms / 1e3)
+        note = f" | {self.skipped} skipped" if self.skipped else ""
+        return (
+            f"step {last.update} | loss {losses[-1]:.4f} | gnorm {norms[-1]:.2f} | lr {last.lr:.2e} | "
+            f"{ms:.1f} ms/step | {rate:,.0f} tok/s | mfu {share} | eta {eta}{note}"
+        )
+
+    def _compare_ranks(self, own_ms: float, own_losses: list[float]) -> tuple[list[float], list[list[int]]]:
+        """Every rank's `own_ms`, and for each of `own_losses` the ranks where it is not finite. Collective."""
+        table = torch.zeros(1 + len(own_losses), self.topology.world_size, dtype=torch.float64)
+        table[:, self.topology.rank] = torch.tensor([own_ms, *(not math.isfinite(x) for x in own_losses)])
+        # A sum rather than a gather: it is on the group that waits for a stopped rank no longer than --timeout.
+        paces, *broken = torch.tensor(self.topology.all_sum(table.flatten().tolist())).view_as(table).tolist()
+        return paces, [[rank for rank, is_broken in enumerate(flags) if is_broken] for flags in broken]
+
+    def _tell_skip(self, p: Pending, loss: float, norm: float, broken: list[int]) -> None:
+        first, end = p.samples
+        way = ""
+        if broken:
+            why = f"loss not finite on rank{'s' if len(broken) > 1 else ''} {', '.join(map(str, broken))}"
+        elif not math.isfinite(loss):
+            why = "loss not finite"
+        elif math.isfinite(norm):
+            why = f"loss {loss:.4g} is a spike"
+        else:
+            why = "gradient not finite"
+            if self.topology.dtype == "fp16":
+                way = " at this loss scale; it is lowered"
+        say(f"step {p.update} | skipped: {why}{way}; samples {first:,} .. {end - 1:,}")
+        facts = {"update": p.update, "samples": [first, end], "why": why, "loss": finite(loss), "norm": finite(norm)}
+        self._file.events.append(("skipped", facts))
+
+
+def _raise(e: Exception) -> None:
+    raise e
+
+
+@dataclass
+class Rows:
+    """metrics.jsonl as rank 0 appends to it: what a full disk refuses waits in `lines` and `events`."""
+
+    path: Path
+    event: Callable[..., None]
+    assert_writer: Callable[[], None]
+    lines: list[str] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    cut: int | None = None  # bytes of the file that are whole, where the last write failed
+    told: bool = False
+
+    def write(self, durable: bool) -> None:
+        """Append what waits. An OSError is told once and borne; RunFailed where another attempt has taken over."""
+        if not (self.lines or self.events or durable):
             return
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write("\n".join(lines) + "\n")
-        if aloud:
-            last = rows[-1]
-            share = f"{100 * mfu:.1f}%" if mfu is not None else "n/a"
-            eta = clock((self.updates - last.update) * ms / 1e3)
-            note = f" | {self.skipped} skipped" if self.skipped else ""
-            say(
-                f"step {last.update} | loss {self.last_loss:.4f} | gnorm {norms[-1]:.2f} | lr {last.lr:.2e} | "
-                f"{ms:.1f} ms/step | {rate:,.0f} tok/s | mfu {share} | eta {eta}{note}"
-            )
+        try:
+            self.assert_writer()
+            self._append(durable)
+            while self.events:
+                name, fields = self.events[0]
+                if self.event(name, **fields) is False:
+                    break
+                self.events.pop(0)
+        except OSError as e:
+            if not self.told:
+                self.told = True
+                fault = f"{e.filename or self.path}: {(e.strerror or str(e)).lower()}"
+                say(f"note: {fault}; training goes on, rows of metrics wait in memory until they can be written")
+            return
+        if self.told:
+            self.told = False
+            say(f"note: {self.path}: written again, nothing is missing")
+
+    def _append(self, durable: bool) -> None:
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            if self.cut is not None:
+                os.ftruncate(fd, min(self.cut, os.fstat(fd).st_size))
+            self.cut = os.fstat(fd).st_size
+            data = memoryview("".join(f"{line}\n" for line in self.lines).encode())
+            while data:
+                data = data[os.write(fd, data) :]
+            if durable:
+                os.fsync(fd)
+        except OSError:
+            with contextlib.suppress(OSError):  # a reader should see no half line; else the next write cuts it off
+                os.ftruncate(fd, self.cut)
+            raise
+        finally:
+            os.close(fd)  # a quota on NFS may only be told here
+        self.lines.clear()
+        self.cut = None
+
+
+def each_row(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Lines of a metrics.jsonl with the row that each holds, None for a line that a crash cut short. One at a time."""
+    if not path.is_file():
+        return
+    with path.open("rb") as f:
+        for line in f:
+            row = None
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+            whole = isinstance(row, dict) and isinstance(row.get("update"), int) and line.endswith(b"\n")
+            yield line, row if whole else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; a last line that a crash cut short is left out."""
-    rows = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-    return rows
+    """Rows of a metrics.jsonl; what a crash cut short is left out."""
+    return [row for _, row in each_row(path) if row is not None]
 
 
 def rewind(run_dir: Path, update: int) -> None:
-    """Keep the rows up to `update`; later ones, of updates that will be done again, move to metrics.discarded.jsonl."""
+    """Keep the rows up to `update`; later ones, of updates that will be done again, move to metrics.discarded.jsonl.
+
+    What a crash cut short goes. events.jsonl is left alone: what happened has happened, also in updates done again.
+    """
     path = run_dir / "metrics.jsonl"
-    rows = read_rows(path)
-    late = [r for r in rows if r["update"] > update]
-    if late:
-        with (run_dir / "metrics.discarded.jsonl").open("a", encoding="utf-8") as f:
-            f.writelines(json.dumps(r) + "\n" for r in late)
-    if path.is_file():
-        temporary = path.with_name(".metrics.jsonl.tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in rows if r["update"] <= update), encoding="utf-8")
-        temporary.replace(path)
+    cut = whole = at = 0  # ends of the rows to keep, of all whole rows, of the file; bytes
+    for line, row in each_row(path):
+        at += len(line)
+        if row is not None:
+            whole = at
+            cut = at if row["update"] <= update else cut
+    if cut == at:
+        return
+    with path.open("r+b") as f:
+        if whole > cut:
+            f.seek(cut)
+            with (run_dir / "metrics.discarded.jsonl").open("ab") as late:
+                late.write(f.read(whole - cut))
+                late.flush()
+                os.fsync(late.fileno())
+        f.truncate(cut)  # one step, and it needs no room: killed before it, the next start does the same
+        os.fsync(f.fileno())
+
+
+# ---- the curve -----------------------------------------------------------------------------------------------------
 
 
 def plot_loss(run_dir: Path) -> None:
-    """Draw metrics.jsonl as loss.png: training loss, a smoothed curve, held-out loss, and the learning rate below."""
+    """Draw metrics.jsonl as loss.png: training loss, a smoothed curve, held-out loss, skipped updates, learning rate.
+
+    A run of a million rows is drawn in groups of updates, as a band from the least to the greatest loss of each; memory
+    is a few numbers a row. A disk that refuses costs a note, no run.
+    """
+    x, loss, smooth, lr = (array("d") for _ in range(4))
+    held: list[tuple[int, float]] = []
+    dropped: list[int] = []
+    skipped = last = None
+    for _, row in each_row(run_dir / "metrics.jsonl"):
+        if row is None:
+            continue
+        if row.get("val_loss") is not None:
+            held.append((row["update"], row["val_loss"]))
+        # The first row of a branch begins with the count of its origin, so only a run's own first row tells of itself.
+        before = skipped if last else 0 if row["update"] == 1 else row.get("skipped", 0)
+        skipped, last = row.get("skipped", 0), row
+        if skipped > before:
+            dropped.append(row["update"])
+        elif row.get("loss") is not None:
+            # Smoothed over a window that grows with the run, so that the steep start isn't smeared.
+            share = 1 / min(50, 1 + len(x) / 8)
+            smooth.append(smooth[-1] + share * (row["loss"] - smooth[-1]) if smooth else row["loss"])
+            for column, value in ((x, row["update"]), (loss, row["loss"]), (lr, row["lr"])):
+                column.append(value)
+    if last is not None:
+        try:
+            _draw(run_dir, last, [np.asarray(column) for column in (x, loss, smooth, lr)], held, dropped)
+        except OSError as e:
+            say(f"note: {e.filename or run_dir / 'loss.png'}: {(e.strerror or str(e)).lower()}; not drawn")
+
+
+def _draw(
+    run_dir: Path,
+    last: dict[str, Any],
+    columns: list[np.ndarray],  # float64 [rows applied] each: update, loss, smoothed loss, learning rate
+    held: list[tuple[int, float]],
+    dropped: list[int],
+) -> None:
     from matplotlib.figure import Figure  # takes a second to import: only where a plot is made
 
-    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if r.get("loss") is not None]
-    if not rows:
-        return
-    x, loss = [r["update"] for r in rows], [r["loss"] for r in rows]
-    smooth = []
-    for i, value in enumerate(loss):  # over a window that grows with the run, so that the steep start isn't smeared
-        share = 1 / min(50, 1 + i / 8)
-        smooth.append(value if not smooth else smooth[-1] + share * (value - smooth[-1]))
     figure = Figure(figsize=(8, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    top.plot(x, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="training")
-    top.plot(x, smooth, color="tab:blue", linewidth=1.6, label="training, smoothed")
-    if held := [(r["update"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]:
-        top.plot(*zip(*held, strict=True), "o-", color="tab:orange", markersize=4, label="held out")
+    x, loss, smooth, lr = columns
+    dot = "o" if len(x) == 1 else None  # a line of one point is invisible
+    if len(x) > PLOTTED:
+        first = np.arange(0, len(x), -(-len(x) // PLOTTED))
+        low, high = np.minimum.reduceat(loss, first), np.maximum.reduceat(loss, first)
+        x, smooth, lr = x[first], smooth[first], lr[first]
+        top.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0, label="training")
+    elif len(x):
+        top.plot(x, loss, color="tab:blue", alpha=0.25, linewidth=0.8, marker=dot, label="training")
+    if len(x):
+        top.plot(x, smooth, color="tab:blue", linewidth=1.6, label="training, smoothed")
+    if held:
+        marks = {"marker": "o", "markersize": 4} if len(held) <= 100 else {}
+        top.plot(*zip(*held, strict=True), color="tab:orange", label="held out", **marks)
+    if dropped:  # at the foot: their losses are no part of the curve, and may be far off it
+        shown = dropped[:: -(-len(dropped) // PLOTTED)]
+        foot = top.get_xaxis_transform()
+        label = f"{len(dropped):,} skipped"
+        top.plot(shown, [0.03] * len(shown), "|", color="tab:red", ms=8, mew=2, transform=foot, label=label)
     top.set_ylabel("loss (nats per token)")
-    top.set_title(f"{run_dir.name}: {rows[-1]['update']:,} updates, {rows[-1]['tokens']:,} tokens")
+    top.set_title(f"{run_dir.name}: {last['update']:,} updates, {last['tokens']:,} tokens")
     top.grid(alpha=0.3)
     top.legend()
-    bottom.plot(x, [r["lr"] for r in rows], color="tab:gray")
+    bottom.plot(x, lr, color="tab:gray", marker=dot)
     bottom.set_ylabel("learning rate")
     bottom.set_xlabel("update")
     bottom.grid(alpha=0.3)
-    figure.savefig(run_dir / "loss.png.tmp", dpi=110, format="png")
-    (run_dir / "loss.png.tmp").replace(run_dir / "loss.png")
+    temporary = run_dir / ".loss.png.tmp"
+    figure.savefig(temporary, dpi=110, format="png")
+    temporary.replace(run_dir / "loss.png")

@@ -11,6 +11,7 @@ from fourscale.cli import InputError
 from fourscale.config import ModelConfig
 from fourscale.model import GPT
 from fourscale.optim import (
+    Guard,
     Muon,
     build,
     check_schedule,
@@ -18,7 +19,7 @@ from fourscale.optim import (
     orthogonalise,
     parameter_groups,
     set_lr,
-    step_if_finite,
+    step,
 )
 
 TINY = {"d_model": 32, "n_layers": 2, "n_heads": 4, "ctx": 16}
@@ -83,24 +84,51 @@ def test_a_non_finite_gradient_moves_nothing(kind):
     model.init_weights(0)
     optimizers = build(model, kind, 0.1, 0.9, 0.95)
     set_lr(optimizers, 0.1)
+    guard = Guard(torch.device("cpu"), 0.0)
     idx = torch.arange(16).view(1, 16)
 
-    def step(scale: float) -> float:
+    def attempt(scale: float) -> float:
         model.zero_grad()
         (model(idx, idx).sum() * scale).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return step_if_finite(optimizers, norm).item()
+        skipped = guard.judge(torch.tensor(1.0), norm)
+        step(optimizers, skipped)
+        return skipped.item()
 
     def everything() -> list[torch.Tensor]:
         states = [t.clone() for o in optimizers for s in o.state.values() for t in s.values()]
         return [p.detach().clone() for p in model.parameters()] + states
 
-    assert step(1.0) == 0
+    assert attempt(1.0) == 0
     before = everything()
-    assert step(math.nan) == step(math.inf) == 1
+    assert attempt(math.nan) == attempt(math.inf) == 1
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    assert step(1.0) == 0
+    assert attempt(1.0) == 0
     assert not torch.equal(before[0], everything()[0])
+
+
+def judge(guard: Guard, loss: float, norm: float = 1.0) -> float:
+    return guard.judge(torch.tensor(loss), torch.tensor(norm)).item()
+
+
+def test_a_spike_is_dropped_and_stays_out_of_the_baseline():
+    guard = Guard(torch.device("cpu"), 4.0)
+    assert guard.mean() is None
+    assert judge(guard, math.nan) == judge(guard, 5.0, math.inf) == 1  # neither sets the baseline
+    assert guard.mean() is None
+    assert judge(guard, 5.0) == 0  # the first accepted one does
+    assert guard.mean() == 5.0
+    assert judge(guard, 20.1) == 1
+    assert guard.mean() == 5.0
+    assert judge(guard, 19.9) == 0
+    assert guard.mean() == pytest.approx(0.99 * 5.0 + 0.01 * 19.9)
+    resumed = Guard(torch.device("cpu"), 4.0, guard.mean())
+    for loss in (3.0, 30.0, 4.0):
+        assert judge(resumed, loss) == judge(guard, loss)
+        assert resumed.mean() == guard.mean()  # to the bit, through a JSON number
+    off = Guard(torch.device("cpu"), 0.0, 1.0)
+    assert judge(off, 1e6) == 0
+    assert judge(off, math.nan) == 1
 
 
 def test_each_parameter_has_one_optimizer_and_muon_the_blocks_matrices():

@@ -268,7 +268,7 @@ def test_missing_and_truncated_shards_are_named(tmp_path):
         os.truncate(victim, size)
         with pytest.raises(InputError, match=rf"train_004\.bin: ends before token .* was truncated.*{AGAIN[1:]}") as e:
             stream.windows(np.array([0, 380]), 90)
-        assert e.value.all_ranks  # only the rank that reads it knows
+        assert e.value.speaks  # only the rank that reads it knows
     stream.read(380, 20)  # the rest is still there
     victim.unlink()
     with pytest.raises(InputError, match=rf"train_004\.bin: missing{AGAIN}"):
@@ -292,7 +292,7 @@ def test_an_id_outside_the_vocabulary_is_found_on_reading(tmp_path):
     stream = open_split(data, "train")
     with pytest.raises(InputError, match=r"train_002\.bin: id 300 at token 31 is outside the vocabulary of 300") as e:
         stream.windows(np.array([0, 220]), 20)
-    assert e.value.all_ranks
+    assert e.value.speaks
     problems = verify(data)
     assert len(problems) == 3 and "sha256" in problems[0] and "id 300" in problems[1] and "stream" in problems[2]
 

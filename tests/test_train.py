@@ -149,7 +149,7 @@ def test_twice_interrupted_equals_uninterrupted_bit_for_bit(trained, data, resum
 def test_saved_by_two_fsdp_ranks_resumed_on_another_topology(trained, data, resumable, tmp_path, name):
     done = go_on(resumable, tmp_path / "ckpt", data, name, "--resume", "auto")
     assert "global" not in done.stderr
-    assert "update = 12 windows x 32 = 384 tokens" in done.stdout
+    assert "12 windows an update = " in done.stdout and "x 32 = 384 tokens" in done.stdout
     for a, b in zip(rows(launch(trained, "fsdp2")), rows(tmp_path / "ckpt"), strict=True):
         assert (a["update"], a["tokens"], a["lr"]) == (b["update"], b["tokens"], b["lr"])
         assert b["loss"] == pytest.approx(a["loss"], abs=5e-5)
@@ -254,7 +254,7 @@ def test_a_resume_on_other_data_is_refused(data, resumable, tmp_path):
     message = one_error(run("train.py", *again, code=2))
     assert "--data is another data set: train tokens differ (sha256 " in message
     assert "held-out tokens differ" in message and "tokenizer" not in message
-    assert len(message) < 420
+    assert len(message) < 520
 
 
 def flip_bit(path: Path) -> None:
