@@ -154,6 +154,8 @@ def cause(e: BaseException) -> str:
     """One line for what stopped a writer."""
     if isinstance(e, OSError) and e.strerror:
         return e.strerror.lower() + (f": {e.filename}" if e.filename else "")
+    if "inline_container" in str(e):  # torch.save's own words, which drown the disk's
+        return "a write was cut short: no space left on the device, a used-up quota or a failing disk"
     return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
 
 

@@ -52,7 +52,8 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
             main()
         except (InputError, RunFailed) as e:
             if getattr(e, "speaks", int(os.environ.get("LOCAL_RANK", "0")) == 0):
-                print(f"error: {e}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"error: {e}\n")  # at once: print hands over the line and its end apart
+                sys.stderr.flush()
             else:  # torchrun ends all ranks when the first has ended: let the one that speaks be first
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 time.sleep(SPEAKER_FIRST_S)

@@ -61,8 +61,15 @@ class RunDir:
                 (self.path / f".{name}.tmp").unlink(missing_ok=True)
         except OSError as e:
             raise InputError(f"--ckpt-dir {self.path}: {e.strerror.lower()}; choose a writable directory") from None
-        if before is not None:
+        if before is not None and self._wrote(before):
             self.event("took_over", predecessor=before)
+
+    def _wrote(self, writer: dict[str, Any]) -> bool:
+        """True where that attempt came as far as the contract; a refused start changed nothing worth telling."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            run = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            return writer.get("attempt") in [attempt["attempt"] for attempt in run["attempts"]]
+        return False
 
     def _check_shared(self) -> None:
         """Every rank must see what rank 0 wrote, or shards of a checkpoint would end up on different disks."""
@@ -174,8 +181,8 @@ class RunDir:
 
         self.topology.from_main(write)
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Append a row to events.jsonl (rank 0 only, not collective). A disk that refuses it ends nothing."""
+    def event(self, name: str, **fields: Any) -> bool:
+        """Append a row to events.jsonl (rank 0 only, not collective); False where the disk refuses it."""
         self.assert_writer()
         row = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -183,12 +190,16 @@ class RunDir:
             "attempt": self.attempt,
             **fields,
         }
-        with contextlib.suppress(OSError), (self.path / "events.jsonl").open("ab+") as f:
-            if f.tell():
-                f.seek(-1, os.SEEK_END)
-                if f.read(1) != b"\n":  # a kill in the middle of a row
-                    f.write(b"\n")
-            f.write(json.dumps(row).encode() + b"\n")
+        try:
+            with (self.path / "events.jsonl").open("ab+") as f:
+                if f.tell():
+                    f.seek(-1, os.SEEK_END)
+                    if f.read(1) != b"\n":  # a kill in the middle of a row
+                        f.write(b"\n")
+                f.write(json.dumps(row).encode() + b"\n")
+        except OSError:
+            return False
+        return True
 
     def assert_writer(self) -> None:
         """Raise RunFailed where another attempt has taken the directory over (rank 0 only, not collective).

@@ -276,9 +276,7 @@ def recall(flags: TrainConfig) -> TrainConfig:
     place of the run's own, those of the run that it leaves."""
     steps = step_dirs(flags.ckpt_dir) if flags.resume != "never" else []
     if steps:
-        run = _read_run(
-            flags.ckpt_dir
-        )  # not through a checkpoint: the newest may be damaged, --resume-step name another
+        run = _read_run(flags.ckpt_dir)  # the newest checkpoint may be damaged, and --resume-step name another
     elif flags.branch_from is not None:
         run = open_checkpoint(flags.branch_from).run
     else:

@@ -70,7 +70,7 @@ def few() -> dict[str, Tensor]:
 
 def opened(path: Path, topology: Topology, **saver: Any) -> tuple[publish.RunDir, publish.Saver]:
     run_dir = publish.RunDir(path, topology)
-    run_dir.write_contract(run_table(config()), None)
+    run_dir.write_contract(run_table(config()) | {"attempts": [{"attempt": run_dir.attempt}]}, None)
     options = {"keep": None, "keep_every": None, "async_ckpt": "off", "max_failures": 2} | saver
     return run_dir, publish.Saver(run_dir, **options)
 
@@ -212,22 +212,29 @@ def damaged(path: Path, topology: Topology, step: int | None) -> None:
     """Two ranks resume; each says what it got."""
     try:
         found = publish.RunDir(path, topology).resume_point("auto", step)
-        print(topology.rank, "resumes from", found.dir.name, flush=True)
+        sys.stdout.write(f"{topology.rank} resumes from {found.dir.name}\n")
     except InputError as e:
-        print(topology.rank, "refused", e, flush=True)
+        sys.stdout.write(f"{topology.rank} refused {e}\n")
         time.sleep(1)
         raise
 
 
-def hold(path: Path, topology: Topology, update: int, stop: bool = False, seconds: float = 60) -> None:
-    """A writer that publishes one checkpoint and lives on, writing an event each 0.2 s; `stop`: stops itself first."""
+def hold(path: Path, topology: Topology, update: int, stop: str = "", seconds: float = 60) -> None:
+    """A writer that publishes one checkpoint and lives on, writing an event each 0.2 s.
+
+    `stop`: it stops itself before the next save, or while that is in flight.
+    """
     lock.BEAT_S, lock.HOLDER_SILENT_S, lock.TAKE_OVER_S = 0.5, 2.0, 3.0
-    run_dir, saver = opened(path, topology)
+    run_dir, saver = opened(path, topology, async_ckpt="on")
     saver.begin(state(topology, update), {"update": update, "val_loss": None})
+    saver.finish()
+    if stop == "in flight":
+        saver.begin(state(topology, update), {"update": update + 100, "val_loss": None})
     print("ready", os.getpid(), flush=True)
     if stop:
         os.kill(os.getpid(), signal.SIGSTOP)
         saver.begin(state(topology, update), {"update": update + 100, "val_loss": None})
+        saver.finish()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         run_dir.event("alive")

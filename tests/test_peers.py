@@ -57,7 +57,7 @@ def be_rank(rank: int, world: int, port: int, hosts_store: bool, timeout: float,
             os.write(1, f"lost {watch.lost(1.0)}\n".encode())
             os._exit(0)
     elif what == "pauses":
-        time.sleep(2)
+        time.sleep(3)
         dist.barrier()
     else:
         time.sleep(300)
@@ -188,7 +188,9 @@ def test_long_work_that_holds_the_interpreter_is_no_loss(job: Callable[..., Job]
 def test_a_paused_job_accuses_no_one_when_it_wakes(job: Callable[..., Job]) -> None:
     """All stopped for twice the timeout (a suspended laptop or batch job), the reader of the counters woken first."""
     j = job("pauses")
-    j.send(signal.SIGSTOP, 1, 2, 0)
+    j.send(signal.SIGSTOP, 1, 2)
+    time.sleep(1.5)  # rank 0 sees their last beats
+    j.send(signal.SIGSTOP, 0)
     time.sleep(6)
     j.send(signal.SIGCONT, 0)
     time.sleep(1)

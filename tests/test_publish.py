@@ -76,7 +76,7 @@ def names(path):
 def test_retention_keeps_the_newest_the_best_and_multiples(opened, tmp_path):
     path = tmp_path / "ckpt"
     run_dir, saver, _ = opened(keep=2, keep_every=4)
-    for update, loss in enumerate((5.0, 2.0, None, 4.0, float("nan"), 2.0, 3.0), start=1):
+    for update, loss in enumerate((float("nan"), 2.0, None, 4.0, 5.0, 2.0, 3.0), start=1):
         save(saver, update, loss)
         assert (path / "latest").read_text() == f"step_{update}\n"
     run_dir.settle()
@@ -431,8 +431,15 @@ def test_a_stopped_holder_of_the_lock_is_told(tmp_path, writer):
     assert message.endswith(f"let it go on (kill -CONT {first.pid}) or end it (kill -KILL {first.pid})")
 
 
-@pytest.mark.parametrize("ended", [False, True])
-@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize(
+    ("saving", "ended"),
+    [
+        ("in flight", False),
+        pytest.param("before", False, marks=pytest.mark.slow),
+        pytest.param("", False, marks=pytest.mark.slow),
+        pytest.param("", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_writer_that_wakes_up_writes_nothing(tmp_path, writer, saving, ended):
     path = tmp_path / "ckpt"
     first = writer(path, update=1, stop=saving)
