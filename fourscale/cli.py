@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import io
@@ -36,6 +37,28 @@ def is_rank_zero() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def die_with_launcher() -> None:
+    """On Linux under torchrun, ask for SIGKILL when the launcher dies: a killed one must leave no rank training.
+
+    To be called before the seconds that importing torch takes; where it has died already, this process ends.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):  # a libc without prctl
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent or _is_init(os.getppid()):  # it died before we asked
+        os._exit(1)
+
+
+def _is_init(pid: int) -> bool:
+    """True for the system's process 1, to which orphans go, and not for a torchrun that is 1 in its container."""
+    try:
+        return pid == 1 and not any(word in Path("/proc/1/cmdline").read_bytes() for word in (b"python", b"torch"))
+    except OSError:
+        return False
+
+
 def door(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a door's main: InputError ends with one line and code 2, RunFailed with code 1, Ctrl-C with 130.
 
@@ -46,6 +69,7 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
+        die_with_launcher()
         for stream in (sys.stdout, sys.stderr):  # a terminal that can't show a character must end nothing
             stream.reconfigure(errors="backslashreplace")
         try:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import gc
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from fourscale import peers
-from fourscale.cli import InputError, RunFailed, is_rank_zero
+from fourscale.cli import InputError, RunFailed, die_with_launcher, is_rank_zero
 from fourscale.model import GPT, Block
 from fourscale.order import key64
 
@@ -102,17 +100,6 @@ class Topology:
         dist.barrier(group=self.publish_group)
 
 
-def _die_with_parent() -> None:
-    """On Linux, ask for SIGKILL when torchrun dies: a killed launcher must not leave ranks training."""
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):  # a libc without prctl
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
-
-
 def pick_device(device: str, backend: str) -> torch.device:
     """The device of this rank from --device and --backend. Raises InputError for what this machine doesn't have."""
     local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -159,7 +146,7 @@ def start(
     timeout_s: seconds that a collective or a silent rank is waited for. Raises InputError for what this machine doesn't
     have, and for sizes that don't fit, before a group is joined.
     """
-    _die_with_parent()
+    die_with_launcher()
     if timeout_s < 1:
         raise InputError(f"--timeout {timeout_s:g}: must be at least 1 second")
     world = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1

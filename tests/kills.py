@@ -42,7 +42,9 @@ DOCUMENTED = re.compile(
     r"run\.json|metrics\.jsonl|metrics\.discarded\.jsonl|events\.jsonl|loss\.png|tokenizer\.json|latest|best|DONE\.json"
     r"|step_\d+|\.lock"
 )
-DEAD_S = 5  # within which no process may be left of a run whose launcher was killed
+DEAD_S = (
+    2  # within which no process may be left of a run whose launcher was killed: it must not end by itself meanwhile
+)
 ENDED_S = 60  # the same where a rank was: the others look who it was, and the launcher gives them 30 s
 
 

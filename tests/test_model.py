@@ -201,3 +201,33 @@ def test_a_fixed_batch_is_learnt_and_only_from_the_right_labels(arch):
         fooled, memorised = fit(cfg, idx, labels)
         assert memorised < 0.01, name
         assert mean_loss(fooled, idx, targets) > math.log(65), name
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.2))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_activation_checkpointing_keeps_less_and_changes_no_gradient(arch, dropout):
+    cfg = tiny(arch, dropout=dropout, doc_mask=True, eot_id=3, tie=False)
+    idx, targets = random_ids(cfg, 4, 16), random_ids(cfg, 4, 16, seed=1)
+    grads, kept = {}, {}
+    for act_ckpt in ("none", "selective", "block"):
+        model = GPT(cfg, act_ckpt)
+        model.init_weights(0)
+        torch.manual_seed(7)
+        sizes: dict[int, int] = {}
+
+        def keep(t: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            if not isinstance(t, torch.nn.Parameter):
+                sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = model(idx, targets).sum()
+        loss.backward()
+        kept[act_ckpt] = sum(sizes.values())
+        grads[act_ckpt] = [p.grad for p in model.parameters()]
+        with torch.no_grad():
+            model.eval()
+            assert torch.equal(model(idx), built(cfg)(idx))
+    assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads["block"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads["selective"], strict=True))
+    assert kept["block"] < 0.7 * kept["none"], kept
