@@ -12,26 +12,28 @@ Read it from top to bottom: flags, group, data, contract, model, the loop, the e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from fourscale import __version__, code_version
-from fourscale.cli import RunFailed, door, from_toml, parse
-from fourscale.config import TrainConfig
+from fourscale.cli import InputError, RunFailed, door
+from fourscale.config import TrainConfig, layered
 
 if TYPE_CHECKING:
-    from fourscale.parallel import Topology
+    from fourscale.parallel import StopRequest, Topology
+    from fourscale.publish import RunDir
 
 
 @door
 def main() -> None:
     # ---- 1. flags: usage errors end here, before torch is imported -------------------------------------------------
-    flags = parse(TrainConfig)
-    if flags.config is not None:
-        flags = parse(TrainConfig, default=from_toml(TrainConfig, flags.config, TrainConfig()))
+    flags = layered(TrainConfig())
     from fourscale import parallel, rundir
 
     flags = rundir.recall(flags)
@@ -45,26 +47,46 @@ def main() -> None:
         flags.expect_world_size,
     )
     try:
-        pretrain(flags, topology)
+        code = pretrain(flags, topology)
     except (RuntimeError, OSError) as e:
         raise parallel.explained(topology, e) from None
     parallel.stop(topology)
+    sys.exit(code)
 
 
-def pretrain(flags: TrainConfig, topology: Topology) -> None:
-    import torch
+def pretrain(flags: TrainConfig, topology: Topology) -> int:
+    """Claim the run directory and train in it; the exit code."""
+    from fourscale import cli, parallel, publish
 
-    from fourscale import budget, checkpoint, cli, corpus, heldout, optim, parallel, publish, rundir, telemetry
-    from fourscale.model import GPT, IGNORE
-    from fourscale.order import supervised, update_rows
-
-    # ---- 2. the run directory, and where to go on from -------------------------------------------------------------
     say = cli.say if topology.main else lambda line: None
     stop_request = parallel.StopRequest()
     finished = flags.ckpt_dir / "DONE.json"
     if flags.resume != "never" and topology.from_main(finished.is_file):
-        return say(f"{finished}: this run is finished; nothing to do (the other flags were not looked at)")
+        say(
+            f"{finished}: this run is finished; nothing to do, and the other flags were not looked at "
+            "(--branch-from goes on from it in another --ckpt-dir)"
+        )
+        return 0
     run_dir = publish.RunDir(flags.ckpt_dir, topology)
+    try:
+        code = train(flags, topology, run_dir, stop_request, say)
+    except InputError:
+        run_dir.abandon()
+        raise
+    run_dir.close()
+    return code
+
+
+def train(
+    flags: TrainConfig, topology: Topology, run_dir: RunDir, stop_request: StopRequest, say: Callable[[str], None]
+) -> int:
+    import torch
+
+    from fourscale import budget, checkpoint, corpus, heldout, optim, parallel, rundir, saving, telemetry
+    from fourscale.model import GPT, IGNORE
+    from fourscale.order import supervised, update_rows
+
+    # ---- 2. where to go on from ------------------------------------------------------------------------------------
     ckpt = run_dir.resume_point(flags.resume, flags.resume_step)
     parent = None if ckpt else rundir.branch_point(flags, topology)  # of a branch's first start
     before = ckpt or parent  # where weights, optimizer and clock come from
@@ -117,8 +139,10 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         f"{updates:,} updates, {plan.token_budget:,} tokens{data.told(order.epochs(plan.token_budget / ctx))} "
         f"| {run_dir.path}"
     )
-    for note in [*data.notes, *changed]:
+    for note in [*data.notes, *changed, *(run["origin"]["differences"] if parent else [])]:
         say(f"note: {note}")
+    if ckpt is None and topology.main and (run_dir.path / "metrics.jsonl").is_file():
+        say("note: an earlier attempt ended here before its first checkpoint; this one begins anew")
     if changed and topology.main:
         run_dir.event("changed", update=before.step["update"], what=changed)
 
@@ -155,7 +179,7 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     guard = optim.Guard(topology.device, cfg.skip_spikes, history.get("guard"))
     scaler = optim.gradient_scaler(topology.dtype, topology.device, world, history.get("scaler"))
     topology.from_main(lambda: telemetry.rewind(run_dir.path, done))
-    saver = publish.Saver(run_dir, cfg.keep, cfg.keep_every, cfg.async_ckpt, cfg.max_save_failures)
+    saver = saving.Saver(run_dir, cfg.keep, cfg.keep_every, cfg.async_ckpt, cfg.max_save_failures)
     for note in saver.check_space(tensors()):
         say(f"note: {note}")
 
@@ -178,6 +202,16 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
 
     def asked_to_stop() -> bool:
         return stop_request.name is not None
+
+    @contextlib.contextmanager
+    def damage_on_record() -> Iterator[None]:
+        """The data turned out to be damaged: what this attempt has saved is not gone on from."""
+        try:
+            yield
+        except InputError as e:
+            attempt["damaged_data"] = str(e)
+            run_dir.amend(run)
+            raise
 
     def evaluate() -> dict[str, Any] | None:
         scores = {}
@@ -203,7 +237,8 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
             step |= {"scaler": optim.scaler_state(scaler, world)}
             saver.begin(tensors(), step | (held_out or {}))
 
-    held_out = {k: ckpt.step[k] for k in ("val_loss", "val_losses") if k in ckpt.step} if ckpt else None
+    held_out = {k: ckpt.step[k] for k in ("val_loss", "val_losses") if k in ckpt.step} if ckpt else {}
+    held_out = held_out if held_out.get("val_loss") is not None else None
     stop_at = min(updates, cfg.stop_after or updates)
     stopped_by = f"--stop-after {stop_at}" if stop_at < updates else None
     quiet_every = min(cfg.log_every, cfg.skip_limit)  # the host hears of dropped updates at least this often
@@ -223,7 +258,8 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         message = [count, asked_to_stop(), verification.failed, saver.ready, bool(late)]
         count, asked, damaged, ready, late = (int(x) for x in topology.all_sum(message))
         if damaged:
-            verification.refuse()
+            with damage_on_record():
+                verification.refuse()
         if saver.in_flight and ready == world:
             saver.finish()
         if asked:
@@ -269,22 +305,26 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
         aloud = due or done == stop_at or done % cfg.log_every == 0 or done == 1
         if aloud or done % quiet_every == 0:
             meter.flush(held_out, aloud=bool(aloud))
-            if meter.skipped_in_a_row >= cfg.skip_limit:
-                raise RunFailed(
-                    f"step {done}: {meter.skipped_in_a_row} updates in a row were dropped (--skip-limit), see "
-                    f"{run_dir.path / 'events.jsonl'}; what is saved is sound: lower --lr, lengthen --warmup or look "
-                    "at the data"
-                )
         val_loss = (held_out or {}).get("val_loss")
         best = cfg.save_best and val_loss is not None and (saver.best is None or val_loss < saver.best[1])
         if (cfg.ckpt_every and done % cfg.ckpt_every == 0) or late or best:
             save()
             saved_at = time.monotonic()
+        if meter.longest_streak >= cfg.skip_limit:
+            raise RunFailed(
+                f"step {done}: {meter.longest_streak} updates in a row were dropped (--skip-limit), see "
+                f"{run_dir.path / 'events.jsonl'}; what is saved is sound: lower --lr or look at the data"
+            )
 
     # ---- 7. the end: a checkpoint, a receipt, the curve -----------------------------------------------------------
     loader.shutdown(cancel_futures=True)
-    verified = verification.close(patient=done == stop_at)
+    with damage_on_record():
+        verified = verification.close(patient=done == stop_at)
     saver.finish()
+    unscored = done == updates and cfg.eval_every and held_out is None
+    if unscored and not topology.all_sum([asked_to_stop()])[0]:  # a run that was stopped in its last evaluation
+        held_out = evaluate()
+        unscored = held_out is None
     if done > origin.update:
         meter.flush()
         if topology.main and meter.unwritten:
@@ -295,15 +335,21 @@ def pretrain(flags: TrainConfig, topology: Topology) -> None:
     topology.from_main(lambda: telemetry.plot_loss(run_dir.path))
     receipt = {"update": done, "updates": updates, "tokens": tokens_seen, "skipped": meter.skipped, "val_loss": None}
     receipt |= (held_out or {}) | verified
-    if done == updates:
-        final = rundir.open_checkpoint(run_dir.path / f"step_{done}")
-        receipt["digest"] = rundir.digest(final)
+    complete = done == updates and not unscored
+    if complete:
+        receipt["digest"] = topology.from_main(
+            lambda: rundir.digest(rundir.open_checkpoint(run_dir.path / f"step_{done}"))
+        )
         run_dir.receipt("DONE.json", receipt)
     else:
+        stopped_by = stopped_by or stop_request.name or "a signal to another rank"
         run_dir.receipt("STOPPED.json", receipt | {"by": stopped_by})
-    what = f"finished {updates:,} updates" if done == updates else f"stopped by {stopped_by} after {done:,} updates"
-    run_dir.close()
+        if saver.saved is None:
+            say(f"stopped by {stopped_by} before the first update: there is nothing to save")
+            return 130
+    what = f"finished {updates:,} updates" if complete else f"stopped by {stopped_by} after {done:,} updates"
     say(f"{what}, {tokens_seen:,} tokens | {run_dir.path / 'loss.png'}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -190,6 +190,12 @@ def plan(
         value = getattr(cfg, name)
         if value is not None and not 0 <= value < float("inf"):
             raise InputError(f"{flag(name)} {value}: must be a finite number, 0 or more")
+    if cfg.ckpt_minutes == 0:
+        raise InputError("--ckpt-minutes 0: must be above 0, or left out")
+    if cfg.save_best and not cfg.eval_every:
+        raise InputError("--save-best: without held-out losses there is no best; leave it out or raise --eval-every")
+    if cfg.keep_every and cfg.keep is None:
+        raise InputError("--keep-every: goes with --keep N; without it every checkpoint is kept")
     if 0 < cfg.skip_spikes <= 1:
         raise InputError(f"--skip-spikes {cfg.skip_spikes:g}: must be above 1, or every update is one; 0 for none")
     for name in ("beta1", "beta2"):

@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -115,16 +115,18 @@ def write(
     # One thread: with more, an error of a writing thread is lost.
     writer = dcp.FileSystemWriter(directory, thread_count=1, sync_files=False, overwrite=True)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group)
+        metadata = dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as e:  # a BaseException
         failed, failure = sorted(e.failures.items())[0]
         raise OSError(f"rank {failed}: {cause(failure[0])}") from None
+    # Not by listing the directory: on NFS a listing can be a minute old, and what it lacks would go unverified.
+    written = {where.relative_path for where in metadata.storage_data.values()}
+    mine = {name for name in written if name.startswith(f"__{rank}_")} | ({".metadata"} if rank == 0 else set())
     table = {}
     try:
-        for path in sorted(directory.iterdir()):
-            if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == ".metadata"):
-                fsync(path)
-                table[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in (directory / name for name in sorted(mine)):
+            fsync(path)
+            table[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     except OSError as e:
         raise OSError(f"rank {rank}: {cause(e)}") from None
     return table
@@ -157,6 +159,17 @@ def cause(e: BaseException) -> str:
     if "inline_container" in str(e):  # torch.save's own words, which drown the disk's
         return "a write was cut short: no space left on the device, a used-up quota or a failing disk"
     return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around writes: an OSError that names no file, as that of a full disk, gets the name of `path`."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None:
+            e.filename = str(path)
+        raise
 
 
 def available_memory() -> int | None:
@@ -200,6 +213,22 @@ def fsync(path: Path) -> None:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def well_formed(files: Any) -> bool:
+    """True for step.json's table of files: plain name -> {size, sha256}, the metadata and a tensor file among them."""
+    return (
+        isinstance(files, dict)
+        and ".metadata" in files
+        and any(name.endswith(".distcp") for name in files)
+        and all(
+            Path(name).name == name
+            and isinstance(entry, dict)
+            and type(entry.get("size")) is int
+            and isinstance(entry.get("sha256"), str)
+            for name, entry in files.items()
+        )
+    )
 
 
 def damage(directory: Path, files: dict[str, dict[str, Any]], names: Iterable[str] | None = None) -> str | None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from fourscale.cli import Count, InputError, MaybeCount, MaybeFloat, MaybeText, Texts, derived, flag
+from fourscale.cli import (
+    Count,
+    InputError,
+    MaybeCount,
+    MaybeFloat,
+    MaybeText,
+    Texts,
+    derived,
+    flag,
+    from_toml,
+    parse,
+)
 
 
 def padded(vocab_size: int) -> int:
@@ -416,6 +428,21 @@ def _check_dirs(word: str, dirs: tuple[str, ...], json: Path | None) -> None:
         raise InputError(f"check.py {word}: name what to check, as in python check.py {word} ./ckpt")
     if json is not None and not json.resolve().parent.is_dir():
         raise InputError(f"--json {json}: no such directory to write to; make it first")
+
+
+def layered(base: TrainConfig) -> TrainConfig:
+    """`base`, the file of --config over it, the command line over both. A length given above, in updates or tokens,
+    takes the place of either below."""
+
+    def over(below: TrainConfig, lay: Callable[[TrainConfig], TrainConfig]) -> TrainConfig:
+        above = lay(dataclasses.replace(below, steps=None, tokens=None))
+        given = above.steps is not None or above.tokens is not None
+        return above if given else dataclasses.replace(above, steps=below.steps, tokens=below.tokens)
+
+    recipe = parse(TrainConfig, default=base).config
+    if recipe is not None:
+        base = over(base, lambda below: from_toml(TrainConfig, recipe, below))
+    return over(base, lambda below: parse(TrainConfig, default=below))
 
 
 def model_from_dict(table: dict[str, Any]) -> ModelConfig:

@@ -347,7 +347,9 @@ class Verification:
     def refuse(self) -> None:
         """Raise InputError, naming the shard, on every rank. Collective: all call it once one of them has `failed`."""
         problem = next(p for p in self._topology.gather(self._problem) if p is not None)
-        raise InputError(f"{problem}; nothing of this update was saved: restore the data, then start again")
+        raise InputError(
+            f"{problem}; restore the data, then start again: checkpoints of this attempt are not gone on from"
+        )
 
     def close(self, patient: bool) -> dict[str, Any]:
         """Fields for the receipt. Where `patient`, a verification that is nearly done may end. Collective; raises as

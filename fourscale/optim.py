@@ -192,7 +192,7 @@ def check_schedule(updates: int, warmup: int, peak: float, floor: float, schedul
         raise InputError(f"--min-lr {floor:g}: must lie between 0 and --lr {peak:g}")
     if not 0 <= warmup < updates:
         raise InputError(f"--warmup {warmup}: must be below the {updates} updates of the run; lower it or train longer")
-    if schedule == "cosine" and updates - 1 - warmup < 1:
+    if schedule == "cosine" and updates > 1 and updates - 1 - warmup < 1:
         raise InputError(
             f"--warmup {warmup}: of a run of {updates} updates it leaves none to decay over; train longer, "
             "lower --warmup or use --schedule constant"
@@ -212,7 +212,7 @@ def learning_rate(
     """
     if i < warmup:
         return peak * (i + 1) / warmup
-    if schedule == "constant":
+    if schedule == "constant" or updates == 1:
         return peak
     if schedule == "wsd":
         start = max(warmup, updates - round(decay_fraction * updates)) - 1  # the last update at the peak

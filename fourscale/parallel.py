@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import gc
 import logging
 import os
@@ -31,6 +32,7 @@ from fourscale.order import key64
 R = TypeVar("R")
 
 PATIENT = datetime.timedelta(hours=2)  # a large checkpoint on a slow disk is no dead peer
+FULL = (errno.ENOSPC, errno.EDQUOT)
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,7 +92,9 @@ class Topology:
             except (InputError, RunFailed) as e:
                 box[1] = e
             except OSError as e:
-                box[1] = RunFailed(f"{e.filename or fn.__name__}: {(e.strerror or str(e)).lower()}")
+                what = (e.strerror or str(e) or "a file could not be read or written").lower()
+                way = "; make room and start again with --resume auto" if e.errno in FULL else ""
+                box[1] = RunFailed(f"{e.filename or 'rank 0'}: {what}{way}")
         dist.broadcast_object_list(box, src=0, group=self.publish_group)
         if box[1] is not None:
             raise box[1]

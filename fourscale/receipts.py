@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def contract(run: dict[str, Any]) -> Iterator[Finding]:
         sums = ", ".join(
             f"{side} sha256 {part[f'{side}_digest'].removeprefix('sampled-')[:12]}" for side in ("train", "val")
         )
-        share = f", share {part['weight']:g}" if "weight" in part else ""
+        share = f", share {float(Fraction(part['weight'])):g}" if "weight" in part else ""
         yield "note", "data", f"{paths[i] if i < len(paths) else name}: {sums}{share}"
 
     def take(*names: str) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +19,28 @@ import torch
 
 from fourscale import checkpoint, optim
 from fourscale.budget import Origin
-from fourscale.cli import InputError, from_toml, parse
-from fourscale.config import ModelConfig, TrainConfig, model_from_dict
+from fourscale.cli import InputError
+from fourscale.config import ModelConfig, TrainConfig, layered, model_from_dict
 from fourscale.model import GPT
 from fourscale.parallel import Topology
+from fourscale.records import Digests, Run, Shape, Step, misfit
 from fourscale.tokenization import Tokenizer
 from fourscale.tokenization import load as load_saved_tokenizer
 
 FORMAT = 1
+STEP_NAME = re.compile(r"step_[0-9]+")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError where it is missing or isn't one."""
+def read_json(path: Path, way: str = "start in another directory") -> dict[str, Any]:
+    """A JSON object from a file; InputError where it is missing or isn't one. way: out, beside restoring the file."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise InputError(f"{path}: {e.strerror.lower()}") from None
-    except ValueError as e:
-        raise InputError(f"{path}: not valid JSON ({e}); restore it or start in another directory") from None
+        raise InputError(f"{path}: {e.strerror.lower()}; restore it or {way}") from None
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{path}: not valid JSON ({e}); restore it or {way}") from None
     if not isinstance(table, dict):
-        raise InputError(f"{path}: holds no JSON object; restore it or start in another directory")
+        raise InputError(f"{path}: holds no JSON object; restore it or {way}")
     return table
 
 
@@ -47,14 +50,15 @@ def write_json(path: Path, table: dict[str, Any]) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace a text file atomically and durably."""
+    """Replace a text file atomically and durably. An OSError names a file."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-    checkpoint.fsync(path.parent)
+    with checkpoint.naming(path):
+        with temporary.open("w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        checkpoint.fsync(path.parent)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -78,41 +82,86 @@ class Checkpoint:
 
 def step_dirs(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = [p for p in run_dir.glob("step_*") if p.name[5:].isdigit() and (p / "step.json").is_file()]
+    found = [p for p in run_dir.glob("step_*") if STEP_NAME.fullmatch(p.name) and (p / "step.json").is_file()]
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`: a step_N directory, a run directory (its newest), or the file `best` or `latest` of
-    one. Raises InputError."""
+    one. Its tensor files are not looked at. Raises InputError."""
     if path.name in ("best", "latest") and path.is_file():
-        path = path.parent / path.read_text(encoding="utf-8").strip()
+        path = path.parent / _pointed(path)
     if not path.is_dir():
         raise InputError(f"--ckpt {path}: no such directory; train.py writes one under --ckpt-dir")
     if (path / "step.json").is_file():
-        directory = path.resolve()
+        found = path
     elif steps := step_dirs(path):
-        directory = steps[-1].resolve()
+        found = steps[-1]
     else:
         hint = "; a step_N.tmp-* directory is an unfinished save" if ".tmp-" in path.name else ""
         raise InputError(f"--ckpt {path}: no complete checkpoint (step_N with a step.json) there{hint}")
+    directory = found.resolve()
     if not (directory.parent / "run.json").is_file():
         raise InputError(
             f"--ckpt {path}: no run.json beside {directory.name}; copy it and tokenizer.json from the run too"
         )
-    run, step = _read_run(directory.parent), read_json(directory / "step.json")
-    if lacking := [k for k in ("update", "tokens", "samples_seen", "skipped", "files") if k not in step]:
-        raise InputError(f"{directory}: its step.json lacks {lacking[0]}; restore it or use another step")
+    run, step = read_run(directory.parent), read_step(found)
     return Checkpoint(directory, directory.parent, run, step, model_from_dict(run["model"]))
 
 
-def _read_run(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "run.json"
+def _pointed(path: Path) -> str:
+    """The name of the checkpoint in the file `best` or `latest`."""
+    try:
+        name = path.read_bytes().decode(errors="replace").strip()
+    except OSError as e:
+        raise InputError(f"--ckpt {path}: {e.strerror.lower()}; name a step_N instead") from None
+    if not STEP_NAME.fullmatch(name):
+        raise InputError(f"--ckpt {path}: holds {name[:40]!r}, not the name of a checkpoint; name a step_N instead")
+    return name
+
+
+def seal(step: dict[str, Any]) -> str:
+    """sha256 hex over all of step.json but its field sha256, as JSON with sorted names and no spaces."""
+    rest = {name: value for name, value in step.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_step(directory: Path) -> dict[str, Any]:
+    """step.json of a checkpoint, whole and in its own place. Raises InputError.
+
+    It must fit its sha256, which those from before that field lack; a directory named step_N must hold update N.
+    """
+    path, way = directory / "step.json", "use another checkpoint"
+    step = read_json(path, way)
+    if "sha256" in step and step["sha256"] != seal(step):
+        raise InputError(f"{path} is damaged: its sha256 is not the recorded one; restore it or {way}")
+    if fault := misfit(step, Step):
+        raise InputError(f"{path}: {fault}; restore it or {way}")
+    if not checkpoint.well_formed(step["files"]):
+        raise InputError(f"{path}: its table of files is not as train.py writes it; restore it or {way}")
+    for name in {directory.name, directory.resolve().name}:  # under a link's name too
+        if STEP_NAME.fullmatch(name) and int(name[5:]) != step["update"]:
+            raise InputError(f"{directory}: its step.json is that of step_{step['update']}; rename or restore it")
+    return step
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """run.json, with every field that is read of it in its type. Raises InputError."""
+    path, way = run_dir / "run.json", "restore it or start in another directory"
     run = read_json(path)
     if run.get("format") != FORMAT:
-        raise InputError(f"{path}: format {run.get('format')}, this version reads {FORMAT}")
-    if lacking := [k for k in (*CONTRACT, "config", "attempts") if k not in run]:
-        raise InputError(f"{path}: lacks {lacking[0]}; restore it or start in another directory")
+        raise InputError(f"{path}: format {run.get('format')}, this version reads {FORMAT}; {way}")
+    fault = misfit(run, Run)
+    if not fault and "parts" not in run["data"]:
+        fault = misfit(run["data"], Digests, "data")
+    if not fault and not run["attempts"]:
+        fault = "attempts is empty"
+    if fault := fault or misfit(run["model"], Shape, "model"):
+        raise InputError(f"{path}: {fault}; {way}")
+    try:
+        model_from_dict(run["model"]).check()
+    except InputError as e:
+        raise InputError(f"{path}: model: {e}; {way}") from None
     return run
 
 
@@ -194,15 +243,29 @@ def reconcile(run_dir: Path, ckpt: Checkpoint, new: dict[str, Any]) -> list[str]
                 f"start a new run in another --ckpt-dir, from this state with --branch-from {ckpt.dir}"
             )
     past, present = old["attempts"][-1], new["attempts"][-1]
-    if (p := new["model"]["dropout"]) > 0 and any(past[k] != present[k] for k in ("world_size", "local_bsz")):
-        raise InputError(
-            f"--dropout {p}: masks belong to ranks and micro-batches; resume as before, on {past['world_size']} ranks "
-            f"with --local-bsz {past['local_bsz']}"
-        )
-    launch = [f"{k}: was {past[k]}, now {present[k]}" for k in LAUNCH if k in past and past[k] != present[k]]
+    masks = [k for k in ("world_size", "local_bsz", "compile", "device") if past[k] != present[k]]
+    if (p := new["model"]["dropout"]) > 0 and masks:
+        changed = ", ".join(f"{k}: was {past[k]}, now {present[k]}" for k in masks)
+        raise InputError(f"--dropout {p}: masks belong to ranks, micro-batches, kernels; resume as before ({changed})")
+    _refuse_damaged(ckpt)
+    derived = {"local_bsz", "grad_accum"}  # told in one line, below
+    if "hsdp" not in (past["parallel"], present["parallel"]):
+        derived.add("shard_size")
+    names = [k for k in LAUNCH if k in past and past[k] != present[k] and k not in derived]
+    launch = [f"{k}: was {past[k]}, now {present[k]}" for k in names]
     if past["world_size"] != present["world_size"] or past["local_bsz"] != present["local_bsz"]:
         launch.append(f"{split(new['training']['global_bsz'], present)} (were {split(None, past)})")
     return diff + launch
+
+
+def _refuse_damaged(ckpt: Checkpoint) -> None:
+    """Raise InputError where the attempt that made this checkpoint ended since its data were damaged."""
+    update = ckpt.step["update"]
+    maker = next((a for a in reversed(ckpt.run["attempts"]) if a["from_update"] < update), {})
+    if "damaged_data" in maker:
+        begun = maker["from_update"]
+        way = f"--resume-step {begun} goes on from before it" if begun else "start again in another --ckpt-dir"
+        raise InputError(f"{ckpt.dir}: may have learnt from damaged data ({maker['damaged_data']}); {way}")
 
 
 def split(global_bsz: int | None, attempt: dict[str, Any]) -> str:
@@ -274,23 +337,29 @@ def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
 def recall(flags: TrainConfig) -> TrainConfig:
     """The flags of this launch: on a resume the run's own, then the recipe's, then the command line's; on a branch, in
     place of the run's own, those of the run that it leaves."""
+    if flags.resume_step is not None and flags.resume == "never":
+        raise InputError(f"--resume-step {flags.resume_step}: goes with --resume auto or must")
     steps = step_dirs(flags.ckpt_dir) if flags.resume != "never" else []
     if steps:
-        run = _read_run(flags.ckpt_dir)  # the newest checkpoint may be damaged, and --resume-step name another
+        run = read_run(flags.ckpt_dir)  # the newest checkpoint may be damaged, and --resume-step name another
     elif flags.branch_from is not None:
-        run = open_checkpoint(flags.branch_from).run
+        run = _parent(flags.branch_from).run
     else:
         return flags
-    merged = own = config_of(run, flags)
-    if flags.config is not None:
-        merged = from_toml(TrainConfig, flags.config, merged)
-    merged = parse(TrainConfig, default=merged)
+    own = config_of(run, flags)
+    merged = layered(own)
     if steps:
         _same_branch(flags, run)
         merged = dataclasses.replace(merged, grad_accum=None)  # follows from the ranks
-    if merged.steps and merged.tokens:
-        length, given = (f"--steps {own.steps}", "--tokens") if own.steps else (f"--tokens {own.tokens}", "--steps")
-        raise InputError(f"{given}: the length of this run is {length}; leave {given} out, or start another --ckpt-dir")
+    # What the run had derived itself follows what is asked for now.
+    if merged.lr != own.lr and merged.min_lr == own.min_lr == own.lr / 10:
+        merged = dataclasses.replace(merged, min_lr=None)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    fits = merged.parallel == "hsdp" and merged.shard_size and world % merged.shard_size == 0
+    if merged.shard_size == own.shard_size and not fits:
+        merged = dataclasses.replace(merged, shard_size=None)
+    if any(int(os.environ.get(f"{launcher}_RESTART_COUNT") or 0) for launcher in ("TORCHELASTIC", "SLURM")):
+        merged = dataclasses.replace(merged, resume_step=None)  # the same command again: it has gone back once
     return merged if merged.dtype != "auto" else dataclasses.replace(merged, dtype=run["training"]["dtype"])
 
 
@@ -299,7 +368,8 @@ def _same_branch(flags: TrainConfig, run: dict[str, Any]) -> None:
     if flags.branch_from is None:
         return
     came_from = run.get("origin", {}).get("from")
-    if came_from is None or Path(came_from) != flags.branch_from.resolve():
+    named = flags.branch_from.resolve()  # a step, the file `best` beside it, or the run directory
+    if came_from is None or not ({named, named.parent} & {Path(came_from), Path(came_from).parent}):
         begun = f"branched from {came_from}" if came_from else "was started from scratch"
         raise InputError(
             f"--branch-from {flags.branch_from}: the run in {flags.ckpt_dir} {begun}; "
@@ -307,11 +377,18 @@ def _same_branch(flags: TrainConfig, run: dict[str, Any]) -> None:
         )
 
 
+def _parent(path: Path) -> Checkpoint:
+    try:
+        return open_checkpoint(path)
+    except InputError as e:
+        raise InputError(str(e).replace("--ckpt", "--branch-from", 1)) from None
+
+
 def branch_point(flags: TrainConfig, topology: Topology) -> Checkpoint | None:
     """The checkpoint that a new run begins from, verified; None without --branch-from. Collective."""
     if flags.branch_from is None:
         return None
-    ckpt = open_checkpoint(topology.from_main(lambda: open_checkpoint(flags.branch_from).dir))
+    ckpt = open_checkpoint(topology.from_main(lambda: _parent(flags.branch_from).dir))
     mine = sorted(ckpt.step["files"])[topology.rank :: topology.world_size]
     if faults := [f for f in topology.gather(checkpoint.damage(ckpt.dir, ckpt.step["files"], mine)) if f]:
         raise InputError(f"--branch-from: {faults[0]}; name another checkpoint")

@@ -89,10 +89,6 @@ def checkpoint_faults(path: Path, deep: bool, read: Callable[[int], Any]) -> tup
         return None, [str(e).removeprefix("--ckpt ")]
     faults = []
     files = ckpt.step["files"]
-    if not well_formed(files):
-        return None, [f"{path / 'step.json'}: its table of files is not as train.py writes it; restore the file"]
-    if path.name != f"step_{ckpt.step['update']}":
-        faults.append(f"{path}: its step.json is that of step_{ckpt.step['update']}; rename or restore it")
     for name in sorted(files):
         if fault := checkpoint.damage(path, files, [name]):
             faults.append(f"{fault}; restore the file from a copy, or delete {path.name}")
@@ -102,14 +98,6 @@ def checkpoint_faults(path: Path, deep: bool, read: Callable[[int], Any]) -> tup
         if deep and not faults:
             faults += content_faults(ckpt, read)
     return ckpt, faults
-
-
-def well_formed(files: Any) -> bool:
-    """True for step.json's table of files: a plain name -> {size, sha256}."""
-    return isinstance(files, dict) and all(
-        Path(name).name == name and isinstance(e, dict) and isinstance(e.get("size"), int) and "sha256" in e
-        for name, e in files.items()
-    )
 
 
 def recorded_bytes(path: Path) -> int:

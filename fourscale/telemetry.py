@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fourscale.checkpoint import fsync, naming
 from fourscale.cli import RunFailed, say
 from fourscale.parallel import Topology
 
+LARGEST = torch.finfo(torch.float32).max  # figures come from fp32
 PLOTTED = 2000  # points of a curve in loss.png; more rows than that are drawn in groups
 
 
@@ -75,7 +77,8 @@ class Meter:
     path: the run's directory. updates: of the whole run. peak: FLOP/s of a device, None where unknown.
     event(name, **fields) and assert_writer() are RunDir's, called on rank 0 only; an event that returns False could not
     be written and is tried again. `skipped` (since the run began) and
-    `skipped_in_a_row` (up to the newest flushed update) may be set on a resume.
+    `skipped_in_a_row` (up to the newest flushed update) may be set on a resume; `longest_streak`, the most updates in a
+    row that were dropped, of those flushed here, counts on from the latter.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Meter:
         self.updates = updates
         self.flops_per_token, self.peak = flops_per_token, peak
         self.pending: list[Pending] = []
-        self.skipped_in_a_row = self.skipped = 0
+        self.skipped_in_a_row = self.longest_streak = self.skipped = 0
         self.started = time.monotonic()
         self._file = Rows(path / "metrics.jsonl", event, assert_writer)
 
@@ -160,6 +163,7 @@ class Meter:
         for i, (p, loss, norm, skip) in enumerate(zip(rows, losses, norms, skips, strict=True)):
             self.skipped += int(skip)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+            self.longest_streak = max(self.longest_streak, self.skipped_in_a_row if skip else 0)
             row: dict[str, Any] = {
                 "update": p.update,
                 "tokens": p.tokens,
@@ -276,45 +280,67 @@ class Rows:
 
 
 def each_row(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Lines of a metrics.jsonl with the row that each holds, None for a line that a crash cut short. One at a time."""
+    """Lines of a metrics.jsonl with the row that each holds, one at a time; None for a line without one.
+
+    A crash cuts a line short, or leaves zeros; a row is an object with a whole number as `update`.
+    """
     if not path.is_file():
         return
     with path.open("rb") as f:
         for line in f:
             row = None
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
-            whole = isinstance(row, dict) and isinstance(row.get("update"), int) and line.endswith(b"\n")
+            whole = isinstance(row, dict) and type(row.get("update")) is int and line.endswith(b"\n")
             yield line, row if whole else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; what a crash cut short is left out."""
+    """Rows of a metrics.jsonl; lines that hold none are left out."""
     return [row for _, row in each_row(path) if row is not None]
 
 
 def rewind(run_dir: Path, update: int) -> None:
     """Keep the rows up to `update`; later ones, of updates that will be done again, move to metrics.discarded.jsonl.
 
-    What a crash cut short goes. events.jsonl is left alone: what happened has happened, also in updates done again.
+    Lines that hold no row move there too; what a crash cut short at the end goes. events.jsonl is left alone: what
+    happened has happened, also in updates done again. Raises OSError, naming a file, where the disk refuses.
     """
-    path = run_dir / "metrics.jsonl"
-    cut = whole = at = 0  # ends of the rows to keep, of all whole rows, of the file; bytes
+    path, temporary = run_dir / "metrics.jsonl", run_dir / ".metrics.jsonl.tmp"
+
+    def lines(kept: bool) -> Iterator[bytes]:
+        for line, row in each_row(path):
+            if line.endswith(b"\n") and (row is not None and row["update"] <= update) is kept:
+                yield line
+
+    head = kept = size = 0  # bytes: of the rows to keep that open the file, of all to keep, of the file
     for line, row in each_row(path):
-        at += len(line)
-        if row is not None:
-            whole = at
-            cut = at if row["update"] <= update else cut
-    if cut == at:
+        if row is not None and row["update"] <= update:
+            kept += len(line)
+            head += len(line) if head == size else 0
+        size += len(line)
+    if head == size:
         return
-    with path.open("r+b") as f:
-        if whole > cut:
-            f.seek(cut)
-            with (run_dir / "metrics.discarded.jsonl").open("ab") as late:
-                late.write(f.read(whole - cut))
-                late.flush()
-                os.fsync(late.fileno())
-        f.truncate(cut)  # one step, and it needs no room: killed before it, the next start does the same
+    if any(True for _ in lines(kept=False)):
+        _write_durably(run_dir / "metrics.discarded.jsonl", "ab", lines(kept=False))
+    if kept == head:
+        with naming(path), path.open("r+b") as f:
+            f.truncate(head)  # one step, and it needs no room: killed before it, the next start does the same
+            os.fsync(f.fileno())
+        return
+    try:
+        _write_durably(temporary, "wb", lines(kept=True))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with naming(path):
+        fsync(run_dir)  # or a power failure brings the old file back, without the rows to come
+
+
+def _write_durably(path: Path, mode: str, lines: Iterator[bytes]) -> None:
+    with naming(path), path.open(mode) as f:
+        f.writelines(lines)
+        f.flush()
         os.fsync(f.fileno())
 
 
@@ -325,20 +351,32 @@ def plot_loss(run_dir: Path) -> None:
     """Draw metrics.jsonl as loss.png: training loss, a smoothed curve, held-out loss, skipped updates, learning rate.
 
     A run of a million rows is drawn in groups of updates, as a band from the least to the greatest loss of each; memory
-    is a few numbers a row. A disk that refuses costs a note, no run.
+    is a few numbers a row. Rows that lack a figure or hold something else in its place are left out. A plot that can't
+    be made costs a note, no run.
     """
+    try:
+        _plot_loss(run_dir)
+    except OSError as e:
+        say(f"note: {e.filename or run_dir / 'loss.png'}: {(e.strerror or str(e)).lower()}; not drawn")
+    except Exception as e:  # a receipt comes after the plot: what matplotlib may lack or meet must not cost it
+        fault = (str(e).strip() or type(e).__name__).splitlines()[0]
+        say(f"note: {run_dir / 'loss.png'}: {fault}; not drawn")
+
+
+def _plot_loss(run_dir: Path) -> None:
     x, loss, smooth, lr = (array("d") for _ in range(4))
     held: list[tuple[int, float]] = []
     dropped: list[int] = []
     skipped = last = None
     for _, row in each_row(run_dir / "metrics.jsonl"):
-        if row is None:
+        if row is None or not _is_drawable(row):
             continue
         if row.get("val_loss") is not None:
             held.append((row["update"], row["val_loss"]))
         # The first row of a branch begins with the count of its origin, so only a run's own first row tells of itself.
-        before = skipped if last else 0 if row["update"] == 1 else row.get("skipped", 0)
-        skipped, last = row.get("skipped", 0), row
+        now = row.get("skipped") or 0
+        before = skipped if last else 0 if row["update"] == 1 else now
+        skipped, last = now, row
         if skipped > before:
             dropped.append(row["update"])
         elif row.get("loss") is not None:
@@ -348,10 +386,15 @@ def plot_loss(run_dir: Path) -> None:
             for column, value in ((x, row["update"]), (loss, row["loss"]), (lr, row["lr"])):
                 column.append(value)
     if last is not None:
-        try:
-            _draw(run_dir, last, [np.asarray(column) for column in (x, loss, smooth, lr)], held, dropped)
-        except OSError as e:
-            say(f"note: {e.filename or run_dir / 'loss.png'}: {(e.strerror or str(e)).lower()}; not drawn")
+        _draw(run_dir, last, [np.asarray(column) for column in (x, loss, smooth, lr)], held, dropped)
+
+
+def _is_drawable(row: dict[str, Any]) -> bool:
+    def is_number(value: object) -> bool:
+        return type(value) in (int, float) and abs(value) <= LARGEST
+
+    needed, others = ("update", "tokens", "lr"), ("loss", "val_loss", "skipped")
+    return all(is_number(row.get(k)) for k in needed) and all(row.get(k) is None or is_number(row[k]) for k in others)
 
 
 def _draw(
@@ -385,7 +428,8 @@ def _draw(
         label = f"{len(dropped):,} skipped"
         top.plot(shown, [0.03] * len(shown), "|", color="tab:red", ms=8, mew=2, transform=foot, label=label)
     top.set_ylabel("loss (nats per token)")
-    top.set_title(f"{run_dir.name}: {last['update']:,} updates, {last['tokens']:,} tokens")
+    title = f"{run_dir.name}: {last['update']:,} updates, {last['tokens']:,} tokens"
+    top.set_title(title, parse_math=False)  # a directory's name may hold $
     top.grid(alpha=0.3)
     top.legend()
     bottom.plot(x, lr, color="tab:gray", marker=dot)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from fourscale import checkpoint, lock, optim, parallel, publish
+from fourscale import checkpoint, lock, optim, parallel, publish, saving
 from fourscale.cli import InputError, door
 from fourscale.config import ModelConfig
 from fourscale.model import GPT
@@ -38,8 +38,13 @@ def config(**changes: Any) -> ModelConfig:
 
 def run_table(cfg: ModelConfig) -> dict[str, Any]:
     """A run.json that a checkpoint can be opened with."""
-    table = {"format": 1, "tokenizer": None, "data": {}, "training": {}, "config": {}, "attempts": []}
-    return table | {"model": dataclasses.asdict(cfg)}
+    training = {"updates": 100, "token_budget": 100, "global_bsz": 1, "warmup": 0, "lr": 1e-3, "min_lr": 0.0}
+    training |= {"schedule": "cosine", "optimizer": "adamw", "dtype": "fp32", "sampling": "epoch"}
+    training |= {"seed": 0, "data_seed": 0, "eval_tokens": 0}
+    attempt = {"attempt": "0badcafe", "from_update": 0, "world_size": 1, "local_bsz": 1, "grad_accum": 1}
+    attempt |= {"device": "cpu", "compile": False}
+    table = {"format": 1, "tokenizer": None, "data": {"train_digest": "", "val_digest": ""}, "config": {}}
+    return table | {"model": dataclasses.asdict(cfg), "training": training, "attempts": [attempt]}
 
 
 def state(topology: Topology, seed: int, cfg: ModelConfig | None = None) -> dict[str, Tensor]:
@@ -68,11 +73,13 @@ def few() -> dict[str, Tensor]:
     return {f"model.{name}": torch.zeros(5, 3) for name in "abc"}
 
 
-def opened(path: Path, topology: Topology, **saver: Any) -> tuple[publish.RunDir, publish.Saver]:
+def opened(path: Path, topology: Topology, **saver: Any) -> tuple[publish.RunDir, saving.Saver]:
     run_dir = publish.RunDir(path, topology)
-    run_dir.write_contract(run_table(config()) | {"attempts": [{"attempt": run_dir.attempt}]}, None)
+    table = run_table(config())
+    table["attempts"][0]["attempt"] = run_dir.attempt
+    run_dir.write_contract(table, None)
     options = {"keep": None, "keep_every": None, "async_ckpt": "off", "max_failures": 2} | saver
-    return run_dir, publish.Saver(run_dir, **options)
+    return run_dir, saving.Saver(run_dir, **options)
 
 
 def shards(topology: Topology, kind: str) -> Topology:
@@ -332,7 +339,7 @@ def _inspect(work: Path, async_ckpt: str) -> None:
     run_dir = publish.RunDir(work, topology)
     run_dir.resume_point("auto")
     run_dir.write_contract(run_table(config()), None)
-    saver = publish.Saver(run_dir, 1, None, async_ckpt, 0)
+    saver = saving.Saver(run_dir, 1, None, async_ckpt, 0)
     assert saver.saved == (int(before[-1][5:]) if before else None)
     saver.begin(tensors, {"update": 4, "tokens": 1, "samples_seen": 1, "skipped": 0, "val_loss": 9.0})
     saver.finish(final=True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, one_error, rows, run
+from conftest import ROOT, SMALL, command, environment, one_error, rows, run
 
-from fourscale import rundir
+from fourscale import budget, rundir
+from fourscale.cli import InputError, parse
 from fourscale.config import TrainConfig
 
 CONSTANT = ("--schedule", "constant", "--eval-every", 0)
@@ -45,6 +51,7 @@ def test_a_branch_without_a_difference_is_the_same_run(parent, tmp_path):
     assert done[0] == done[1]
 
 
+@pytest.mark.slow
 def test_a_branch_may_change_the_experiment_and_says_so(parent, tmp_path):
     out = tmp_path / "branch"
     changed = ("--global-bsz", 6, "--schedule", "wsd", "--decay-fraction", 1, "--lr", 1e-3, "--tokens", 6_000)
@@ -61,6 +68,7 @@ def test_a_branch_may_change_the_experiment_and_says_so(parent, tmp_path):
     assert json.loads((out / "step_22" / "step.json").read_text())["samples_seen"] == 120 + 12 * 6
 
 
+@pytest.mark.slow
 def test_a_branch_reads_on_where_its_parent_stopped(parent, data, tmp_path):
     """Two half batches are one whole batch, sample for sample: the mean of their losses at equal weights would be."""
     out = tmp_path / "branch"
@@ -88,6 +96,7 @@ def test_what_a_branch_cannot_do(parent, tmp_path, flags, words):
     assert words in one_error(run("train.py", *line, code=2, cwd=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_branch_of_other_text_keeps_the_tokenizer(parent, tmp_path):
     text = tmp_path / "other.txt"
     text.write_text("\n\n".join(f"Chapter {i}. " + "A word and another one. " * 90 for i in range(60)))
@@ -125,6 +134,7 @@ def test_a_constant_rate_may_be_lengthened_and_a_cosine_not(parent, data, tmp_pa
     assert "token_budget: was 7400, now 9000" in events(out)[-1]["what"]
 
 
+@pytest.mark.slow
 def test_wsd_may_be_lengthened_until_its_decay_begins(data, tmp_path):
     out = tmp_path / "ckpt"
     wsd = ("--schedule", "wsd", "--decay-fraction", 0.25, "--eval-every", 0)
@@ -159,6 +169,140 @@ def test_checkpoints_by_the_clock_and_by_the_held_out_loss(data, tmp_path):
     losses = {r["val_loss"]: f"step_{r['update']}" for r in rows(by_loss) if "val_loss" in r}
     assert (by_loss / "best").read_text().strip() == losses[min(losses)]
     assert rundir.open_checkpoint(by_loss / "best").dir.name == losses[min(losses)]
+
+
+IN_EVALUATION = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train
+from fourscale import heldout
+score = heldout.score
+def stopped(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return score(*args, **kwargs)
+heldout.score = stopped
+train.main()
+"""
+
+
+def test_a_run_stopped_in_its_last_evaluation_is_scored_by_the_next_start(parent, data, tmp_path):
+    out = tmp_path / "ckpt"
+    flags = [str(x) for x in ("--data", data, "--ckpt-dir", out, *SMALL, "--eval-every", 50)]
+    program = IN_EVALUATION.format(root=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", program, *flags], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the held-out loss was left off" in done.stdout
+    assert not (out / "DONE.json").exists()
+    assert json.loads((out / "STOPPED.json").read_text())["update"] == 20
+    run("train.py", "--ckpt-dir", out, "--resume", "auto")
+    receipt = json.loads((out / "DONE.json").read_text())
+    assert receipt["val_loss"] > 3
+    assert receipt["digest"] == rundir.digest(rundir.open_checkpoint(out / "step_20"))
+
+
+def test_stopped_before_the_first_update(data, tmp_path):
+    out = tmp_path / "ckpt"
+    line = command("train.py", "--data", data, "--ckpt-dir", out, *SMALL, "--verify-data", "off")
+    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, text=True)
+    while not (out / ".writer.json").exists():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "before the first update: there is nothing to save" in said
+    assert json.loads((out / "STOPPED.json").read_text())["update"] == 0 and not (out / ".writer.json").exists()
+    assert "finished" in run("train.py", "--data", data, "--ckpt-dir", out, *SMALL, "--resume", "auto").stdout
+
+
+def test_a_restart_by_the_launcher_does_not_go_back_again(data, tmp_path):
+    out = tmp_path / "ckpt"
+    run("train.py", "--data", data, "--ckpt-dir", out, *SMALL, "--ckpt-every", 5, "--stop-after", 12)
+    again = ("train.py", "--ckpt-dir", out, "--resume", "auto", "--resume-step", 5)
+    process = subprocess.run(
+        command(*again, "--stop-after", 14), env=environment(SLURM_RESTART_COUNT="1"), capture_output=True, text=True
+    )
+    assert "resumed from step_12" in process.stdout
+    assert "resumed from step_5" in run(*again, "--stop-after", 14).stdout
+    assert sorted(p.name for p in out.glob("discarded-*")) == [
+        "discarded-step_10",
+        "discarded-step_12",
+        "discarded-step_14",
+    ]
+    message = one_error(run("train.py", "--ckpt-dir", out, "--resume-step", 5, code=2))
+    assert "--resume-step 5: goes with --resume auto or must" in message
+
+
+@pytest.mark.slow
+def test_what_a_launch_derived_is_derived_anew(parent, data, tmp_path):
+    hsdp = tmp_path / "hsdp"
+    shards = ("--parallel", "hsdp", "--shard-size", 2)
+    run("train.py", "--data", data, "--ckpt-dir", hsdp, *SMALL, *shards, "--stop-after", 5, nproc=2)
+    run("train.py", "--ckpt-dir", hsdp, "--resume", "auto", "--parallel", "ddp", "--stop-after", 6)
+    branch = ("--branch-from", parent / "step_10", "--eval-every", 0)
+    run("train.py", *branch, "--ckpt-dir", tmp_path / "steps", "--steps", 13, "--lr", 2e-4)
+    training = contract(tmp_path / "steps")["training"]
+    assert (training["updates"], training["token_budget"], training["min_lr"]) == (13, 13 * 384, 2e-5)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("tokens = 9000\nlr = 1e-4\n")
+    run("train.py", *branch, "--ckpt-dir", tmp_path / "toml", "--config", recipe, "--steps", 12)
+    assert contract(tmp_path / "toml")["training"]["updates"] == 12
+
+
+@pytest.mark.slow
+def test_a_refused_start_gives_the_directory_up(parent, data, tmp_path):
+    out = tmp_path / "ckpt"
+    shutil.copytree(parent, out)
+    (out / "DONE.json").unlink()
+    shutil.rmtree(out / "step_20")
+    one_error(run("train.py", "--ckpt-dir", out, "--resume", "auto", "--lr", 1, code=2))
+    one_error(run("train.py", "--ckpt-dir", out, "--resume", "auto", "--warmup", 99, nproc=2, code=1))
+    assert not (out / ".writer.json").exists()
+    run("train.py", "--ckpt-dir", out, "--resume", "auto")
+    assert not (out / "events.jsonl").exists()  # nobody was taken over from
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        (("--ckpt-minutes", 0), "--ckpt-minutes 0"),
+        (("--save-best", "--eval-every", 0), "--save-best: without held-out losses"),
+        (("--keep-every", 5), "--keep-every: goes with --keep"),
+        (("--skip-spikes", 0.5), "--skip-spikes 0.5"),
+        (("--skip-limit", 0), "--skip-limit 0"),
+        (("--dtype", "fp16", "--optimizer", "muon"), "--dtype fp16"),
+    ],
+)
+def test_flags_that_would_do_nothing_or_harm(data, flags, words):
+    cfg = parse(TrainConfig, [str(x) for x in ("--data", data, *SMALL, *flags)])
+    with pytest.raises(InputError, match=words):
+        budget.plan(cfg, 257, 1, "cpu", cfg.dtype)
+
+
+def test_one_update_needs_no_decay(data, tmp_path):
+    run("train.py", "--data", data, "--ckpt-dir", tmp_path / "ckpt", *SMALL, "--tokens", 384, "--warmup", 0)
+    assert rows(tmp_path / "ckpt")[0]["lr"] == 3e-3
+
+
+def test_a_checkpoint_that_saw_damaged_data_is_not_gone_on_from(parent, tmp_path):
+    out = tmp_path / "ckpt"
+    shutil.copytree(parent, out)
+    (out / "DONE.json").unlink()
+    shutil.rmtree(out / "step_20")
+    run_json = contract(out)
+    run_json["attempts"][0]["damaged_data"] = "train_000.bin differs"
+    (out / "run.json").write_text(json.dumps(run_json))
+    message = one_error(run("train.py", "--ckpt-dir", out, "--resume", "auto", code=2))
+    assert "step_10: may have learnt from damaged data (train_000.bin differs); start again" in message
+    later = {"attempt": "x", "from_update": 4} | {k: v for k, v in run_json["attempts"][0].items() if k == "world_size"}
+    ckpt = rundir.open_checkpoint(parent / "step_10")
+    for attempts, refused in (
+        ([run_json["attempts"][0], later], False),  # made by a later attempt, from before
+        ([later | {"from_update": 0}, later | {"damaged_data": "x"}], True),
+        ([later | {"from_update": 0}, later | {"from_update": 10, "damaged_data": "x"}], False),
+    ):
+        ckpt.run["attempts"] = attempts
+        with pytest.raises(InputError, match="damaged data") if refused else contextlib.nullcontext():
+            rundir._refuse_damaged(ckpt)
 
 
 def test_a_run_from_before_the_guards_goes_on_without_them(parent, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from conftest import SMALL, command, environment, one_error, run
 
 import check
-from fourscale import checkpoint
+from fourscale import checkpoint, rundir
 from fourscale.config import CheckCkptConfig, CheckRunConfig
 
 
@@ -66,7 +66,17 @@ def reseal(step):
             data = (step / name).read_bytes()
             table["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
-    edit(step / "step.json", change)
+    edit_step(step, change)
+
+
+def edit_step(step, change):
+    """Change step.json as its writer might have."""
+
+    def sealed(table):
+        change(table)
+        table["sha256"] = rundir.seal(table)
+
+    edit(step / "step.json", sealed)
 
 
 def snapshot(directory):
@@ -113,6 +123,19 @@ def test_a_good_run_in_words(good, data, tmp_path):
         assert words in shown, shown
     table = json.loads((tmp_path / "checks.json").read_text())[0]
     assert table["ok"] and table["figures"]["rows"] == 20 and table["figures"]["training"]["token_budget"] == 7_400
+
+
+def test_a_mixture_is_told_part_by_part(copy):
+    def mix(run):
+        parts = {name: run["data"] | {"weight": weight} for name, weight in (("web", "7/10"), ("code", "3/10"))}
+        run["data"] = {"parts": parts}
+        run["attempts"][0]["data"] = ["/data/web", "/data/code"]
+
+    edit(copy / "run.json", mix)
+    report = check.check_run(str(copy), CheckRunConfig())
+    assert not faults(report)
+    web, code = notes(report, "data")
+    assert web.startswith("/data/web: train sha256 ") and web.endswith(", share 0.7") and code.endswith(", share 0.3")
 
 
 @pytest.mark.slow
@@ -194,7 +217,7 @@ def garble_step_json(step):
 
 
 def lose_the_table(step):
-    edit(step / "step.json", lambda table: table.update(files={"../run.json": {"size": 1, "sha256": ""}}))
+    edit_step(step, lambda table: table.update(files=table["files"] | {"../run.json": {"size": 1, "sha256": ""}}))
     return "its table of files is not as train.py writes it"
 
 
@@ -343,7 +366,7 @@ def skips(directory):
 
 
 def step_and_row(directory):
-    edit(directory / "step_10" / "step.json", lambda step: step.update(skipped=1))
+    edit_step(directory / "step_10", lambda step: step.update(skipped=1))
     return "metrics: update 10 has skipped 0, step_10 1"
 
 

@@ -19,6 +19,8 @@ import pytest
 from conftest import SMALL, command, environment, one_error, rows, run
 from kills import hashes, processes, steps
 
+from fourscale import rundir
+
 FLAGS = (*SMALL, "--ckpt-every", 3, "--async-ckpt", "off")  # 20 updates
 FOREVER = (*SMALL, "--tokens", 10**9, "--eval-every", 0)
 
@@ -92,6 +94,7 @@ def malicious(step: Path) -> str:
     (step / ".metadata").write_bytes(metadata)
     table = json.loads((step / "step.json").read_text())
     table["files"][".metadata"] = {"size": len(metadata), "sha256": hashlib.sha256(metadata).hexdigest()}
+    table["sha256"] = rundir.seal(table)
     (step / "step.json").write_text(json.dumps(table))
     return ".metadata"
 

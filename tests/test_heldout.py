@@ -18,7 +18,8 @@ from fourscale.parallel import Topology
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
 
-ALONE = Topology(0, 1, torch.device("cpu"), "fp32", "ddp", None)
+CPU = torch.device("cpu")
+ALONE = Topology(0, 1, CPU, "fp32", "ddp", 1, cpu_group=None, publish_group=None, save_group=None)
 
 
 class Stream:
@@ -147,7 +148,7 @@ def test_ranks_share_the_windows_and_run_alike(world_size):
     parts, shapes = [], []
     for rank in range(world_size):
         seen = []
-        one = OneOf(rank, world_size, torch.device("cpu"), "fp32", "ddp", None)
+        one = OneOf(rank, world_size, CPU, "fp32", "ddp", 1, cpu_group=None, publish_group=None, save_group=None)
         hook = model.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape))
         parts.append(scored(model, stream, topology=one).window_nats)
         hook.remove()
@@ -188,7 +189,7 @@ from test_heldout import model_of, scored, stream_of
 
 ddp = parallel.start(parallel="ddp", backend="gloo")
 figures = {}
-for topology in (ddp, dataclasses.replace(ddp, parallel="fsdp")):
+for topology in (ddp, dataclasses.replace(ddp, parallel="fsdp", shard_size=ddp.world_size)):
     whole = model_of()
     with torch.device("meta"):
         model = GPT(whole.cfg)

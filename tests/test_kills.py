@@ -19,6 +19,7 @@ def judge(result: dict) -> None:
     assert result["kills"] >= result["runs"], "most kills came too late to test anything"
 
 
+@pytest.mark.slow
 def test_runs_that_are_killed_end_bit_equal(data: Path, tmp_path: Path) -> None:
     judge(campaign(2, 9, 2, "ddp", tmp_path / "runs", data))
 

@@ -8,9 +8,11 @@ import time
 
 import matplotlib.image
 import pytest
+import torch
 from conftest import ROOT, run
 
 from fourscale import telemetry
+from fourscale.parallel import Topology
 
 RANKS = """
 import dataclasses, json, sys, time
@@ -125,6 +127,53 @@ assert meter.unwritten == 0
 meter.flush()
 """
 
+REFUSALS = """
+import errno, json, resource, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from fourscale import parallel, publish, telemetry, tokenization
+from fourscale.cli import RunFailed
+
+out = Path(sys.argv[2])
+tokenizer = tokenization.build("byte", lambda: iter(()))
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+topology = parallel.start("ddp", "gloo")
+run_dir = publish.RunDir(out, topology)
+(out / "metrics.jsonl").write_text("".join(json.dumps({"update": i}) + "\\n" for i in range(1, 9)))
+before = (out / "metrics.jsonl").read_bytes()
+told = []
+
+def refused(fn):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
+    try:
+        fn()
+    except RunFailed as e:
+        told.append(str(e))
+    else:
+        told.append("written")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+refused(lambda: run_dir.write_contract({"attempts": []}, tokenizer))
+refused(lambda: run_dir.write_contract({"attempts": []}, None))
+run_dir.write_contract({"attempts": []}, tokenizer)
+refused(lambda: run_dir.receipt("DONE.json", {"update": 8}))
+refused(lambda: topology.from_main(lambda: telemetry.rewind(out, 5)))
+assert (out / "metrics.jsonl").read_bytes() == before, "what can't be set aside stays"
+(out / "metrics.jsonl").write_bytes(b"[]\\n" + before)
+refused(lambda: topology.from_main(lambda: telemetry.rewind(out, 5)))
+assert (out / "metrics.jsonl").read_bytes() == b"[]\\n" + before
+
+for e in (OSError(errno.ENOSPC, "No space left on device"), OSError(5, "Input/output error", "a file"), OSError()):
+    def fn(e=e):
+        raise e
+    refused(lambda: topology.from_main(fn))
+run_dir.close()
+parallel.stop(topology)
+print(json.dumps(told))
+"""
+
 
 def metrics(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -181,6 +230,55 @@ def test_a_full_disk_costs_no_row(tmp_path, room):
     ]
 
 
+def test_what_a_disk_refuses_in_a_run_directory_is_told_by_file_never_by_function(tmp_path):
+    script, out = tmp_path / "refusals.py", tmp_path / "ckpt"
+    script.write_text(REFUSALS)
+    told = json.loads(run(script, ROOT, out).stdout.splitlines()[-1])
+    assert told == [
+        f"{out}: file too large",
+        f"{out / 'run.json'}: file too large",
+        f"{out / 'DONE.json'}: file too large",
+        f"{out / 'metrics.discarded.jsonl'}: file too large",
+        f"{out / 'metrics.discarded.jsonl'}: file too large",
+        "rank 0: no space left on device; make room and start again with --resume auto",
+        "a file: input/output error",
+        "rank 0: a file could not be read or written",
+    ]
+
+
+ALONE = Topology(0, 1, torch.device("cpu"), "fp32", "ddp", 1, cpu_group=None, publish_group=None, save_group=None)
+
+
+def flushed(directory, dropped, updates, in_a_row=0):
+    """A meter after one flush of `updates` rows, those of `dropped` with a loss that is not finite."""
+    meter = telemetry.Meter(directory, ALONE, 100, 6.0, None, lambda name, **fields: True, lambda: None)
+    meter.skipped_in_a_row = in_a_row
+    for i in range(1, updates + 1):
+        loss = float("nan") if i in dropped else 2.0
+        figures = [torch.tensor(x) for x in (loss, 10 * loss, 1.0, float(i in dropped))]
+        meter.add(telemetry.Pending(i, 10 * i, 10, 1e-3, {"": 0.1}, (12 * (i - 1), 12 * i), 0.5, 1.0, *figures))
+    meter.flush(aloud=False)
+    return meter
+
+
+def test_the_longest_streak_of_dropped_updates_is_seen_though_good_ones_follow(tmp_path):
+    meter = flushed(tmp_path, range(3, 7), 10)
+    assert (meter.longest_streak, meter.skipped_in_a_row) == (4, 0)
+    for dropped, in_a_row, longest in (
+        ((), 0, 0),
+        ((1, 2, 4), 3, 5),  # counts on from before the resume
+        ((2, 3), 3, 2),  # a good update ended what was before
+        ((2, 5, 6, 8), 0, 2),
+        ((9, 10), 0, 2),
+    ):
+        assert flushed(tmp_path, dropped, 10, in_a_row).longest_streak == longest
+    meter = flushed(tmp_path, (9, 10), 10)  # and from one flush to the next
+    figures = [torch.tensor(x) for x in (2.0, 20.0, float("inf"), 1.0)]
+    meter.add(telemetry.Pending(11, 110, 10, 1e-3, {"": 0.1}, (120, 132), 0.5, 1.0, *figures))
+    meter.flush(aloud=False)
+    assert meter.longest_streak == 3
+
+
 def some_rows(count, first=1, **extra):
     return [
         {"update": i, "tokens": 10 * i, "loss": 5.0 - 3 * i / (count + first), "lr": 1e-3, "skipped": 0, **extra}
@@ -211,6 +309,30 @@ def test_rewind_sets_later_rows_aside_and_mends_a_torn_one(tmp_path):
     written(tmp_path, rows[:2], json.dumps(rows[2]))
     telemetry.rewind(tmp_path, 5)
     assert metrics(tmp_path) == rows[:2]
+
+
+ODD = (
+    *('{"tokens": 10}', '{"update": "7"}', '{"update": 7.0}', '{"update": true}', '{"update": null}'),
+    *("[1, 2]", "7", "null", '"text"', "", "no json", '{"update": 7', "[" * 100_000, "\0" * 512),
+)
+
+
+@pytest.mark.parametrize("upto", (0, 2, 3, 8))
+def test_lines_that_hold_no_row_are_set_aside_by_a_rewind(tmp_path, upto):
+    rows = some_rows(6)
+    lines = [json.dumps(r) for r in rows]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([*lines[:2], *ODD, *lines[2:], ODD[0]]) + '\n{"update": 7, "tok')
+    path.write_bytes(path.read_bytes().replace(b"no json", b"\xff\xfe"))
+    assert telemetry.read_rows(path) == rows
+    telemetry.rewind(tmp_path, upto)
+    assert metrics(tmp_path) == rows[:upto]
+    late = (tmp_path / "metrics.discarded.jsonl").read_bytes().replace(b"\xff\xfe", b"no json").decode().split("\n")
+    assert late == [*lines[upto:2], *ODD, *lines[max(2, upto) :], ODD[0], ""], "all else, in its order"
+    kept = path.stat()
+    telemetry.rewind(tmp_path, upto)
+    assert path.stat().st_ino == kept.st_ino, "nothing to do is nothing done"
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.discarded.jsonl"}
 
 
 def test_rewind_without_metrics_makes_none(tmp_path):
@@ -290,3 +412,38 @@ def test_a_plot_that_cannot_be_written_is_a_note(tmp_path, capsys):
     (tmp_path / ".loss.png.tmp").mkdir()
     telemetry.plot_loss(tmp_path)
     assert capsys.readouterr().out == f"note: {tmp_path / '.loss.png.tmp'}: is a directory; not drawn\n"
+
+
+def test_rows_without_their_figures_are_left_out_of_the_plot(tmp_path, capsys):
+    rows = some_rows(40, val_loss=2.5)
+    written(tmp_path, rows)
+    telemetry.plot_loss(tmp_path)
+    clean = (tmp_path / "loss.png").read_bytes()
+    assert clean[:4] == b"\x89PNG"
+    odd = [{k: v for k, v in rows[9].items() if k != lacking} for lacking in ("lr", "tokens", "update")]
+    wrong = ("1e-3", None, True, [1], {}, float("inf"), float("nan"), 10**400)
+    odd += [rows[9] | {name: value} for name in ("lr", "tokens", "update") for value in wrong]
+    odd += [rows[9] | {name: v} for name in ("loss", "val_loss", "skipped") for v in wrong if v is not None]
+    for place in (0, 9, 40):  # also as the first, and as the last, whose counts are in the title
+        lines = [json.dumps(r) for r in rows]
+        lines[place:place] = [*(json.dumps(r) for r in odd), *ODD]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        telemetry.plot_loss(tmp_path)
+        assert (tmp_path / "loss.png").read_bytes() == clean
+    assert capsys.readouterr().out == ""
+    (tmp_path / "loss.png").unlink()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(r) for r in odd) + "\n")
+    telemetry.plot_loss(tmp_path)
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_no_name_of_a_directory_and_no_fault_of_the_plot_ends_a_run(tmp_path, capsys, monkeypatch):
+    run_dir = tmp_path / "a$b_^$"  # no formula
+    run_dir.mkdir()
+    written(run_dir, some_rows(3))
+    telemetry.plot_loss(run_dir)
+    assert (run_dir / "loss.png").is_file() and capsys.readouterr().out == ""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it isn't installed
+    telemetry.plot_loss(run_dir)
+    out = capsys.readouterr().out
+    assert out.startswith(f"note: {run_dir / 'loss.png'}: ") and out.endswith("; not drawn\n") and out.count("\n") == 1
