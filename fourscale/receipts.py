@@ -237,6 +237,11 @@ def read_metrics(run_dir: Path, run: dict[str, Any], wanted: set[int]) -> Metric
             fault("gap", f"updates {expected:,} .. {update - 1:,} are missing")
         elif update < expected:
             fault("twice", f"update {update:,} stands after {expected - 1:,}")
+        odd = [k for k in ("tokens", "lr", "skipped", "applied") if not isinstance(row.get(k, 0), int | float)]
+        if odd:
+            fault("odd", f"update {update:,}: {odd[0]} is {row[odd[0]]!r}, not a number")
+            expected = update + 1
+            continue
         tokens = min(t["token_budget"], origin["tokens"] + (update - origin["update"]) * full)
         if row.get("tokens") != tokens:
             fault("tokens", f"update {update:,} has {number(row.get('tokens'))} tokens, by the contract {tokens:,}")

@@ -388,9 +388,15 @@ def branch_point(flags: TrainConfig, topology: Topology) -> Checkpoint | None:
     """The checkpoint that a new run begins from, verified; None without --branch-from. Collective."""
     if flags.branch_from is None:
         return None
-    ckpt = open_checkpoint(topology.from_main(lambda: _parent(flags.branch_from).dir))
-    mine = sorted(ckpt.step["files"])[topology.rank :: topology.world_size]
-    if faults := [f for f in topology.gather(checkpoint.damage(ckpt.dir, ckpt.step["files"], mine)) if f]:
+    directory = topology.from_main(lambda: _parent(flags.branch_from).dir)
+    ckpt, fault = None, None
+    try:  # another node may not see it
+        ckpt = open_checkpoint(directory)
+        mine = sorted(ckpt.step["files"])[topology.rank :: topology.world_size]
+        fault = checkpoint.damage(ckpt.dir, ckpt.step["files"], mine)
+    except InputError as e:
+        fault = str(e)
+    if faults := [f for f in topology.gather(fault) if f]:
         raise InputError(f"--branch-from: {faults[0]}; name another checkpoint")
     return ckpt
 

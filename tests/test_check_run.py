@@ -365,6 +365,11 @@ def skips(directory):
     return "metrics: update 13: the counts of applied and skipped updates do not add up"
 
 
+def odd(directory):
+    edit_rows(directory, lambda rows: rows[12].update(lr="much"))
+    return "metrics: update 13: lr is 'much', not a number"
+
+
 def step_and_row(directory):
     edit_step(directory / "step_10", lambda step: step.update(skipped=1))
     return "metrics: update 10 has skipped 0, step_10 1"
@@ -407,7 +412,7 @@ def newer(directory):
 
 
 RECORDS = (
-    *(gap, gap_at_the_end, no_metrics, twice, tokens, tail, rate, skips, step_and_row),
+    *(gap, gap_at_the_end, no_metrics, twice, tokens, tail, rate, skips, odd, step_and_row),
     *(digest, damaged_final, receipt, stopped_elsewhere, budget, contract_by_hand, newer),
 )
 
