@@ -61,7 +61,7 @@ def test_a_branch_may_change_the_experiment_and_says_so(parent, tmp_path):
     table = rows(out)
     assert [r["tokens"] for r in table] == [*range(3840 + 192, 6_000, 192), 6_000]
     assert [r["update"] for r in table] == list(range(11, 23))
-    assert table[-1]["lr"] == pytest.approx(3e-4)  # the floor that the parent's flags had, reached at the end
+    assert table[-1]["lr"] == pytest.approx(1e-4)  # a tenth of the new peak, reached at the end
     origin = contract(out)["origin"]
     assert "global_bsz: was 12, now 6" in origin["differences"]
     assert "schedule: was constant, now wsd" in origin["differences"]
