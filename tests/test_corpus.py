@@ -159,6 +159,7 @@ def runs(sets, tmp_path_factory) -> Path:
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["padded5", "ddp2", "ddp2x5", "fsdp2", "resumed1"])
 def test_a_mixture_computes_the_same_updates_on_every_topology(runs, name):
     reference, other = rows(runs / "plain"), rows(runs / name)

@@ -327,6 +327,7 @@ def masked(lines, tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_every_topology_computes_the_same_updates(masked):
     reference, *others = (rows(masked[name]) for name in TOPOLOGIES)
     assert len(reference) == 20 and reference[-1]["loss"] < reference[0]["loss"] - 0.5

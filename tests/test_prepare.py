@@ -311,6 +311,7 @@ def journal_of(out):
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_killed_ten_times_it_ends_with_the_same_bytes(tmp_path):
     """SIGKILL at random moments, while the tokenizer is trained and while two processes encode."""

@@ -85,6 +85,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_agrees_between_topologies(trained, variant):
     flags, tolerance = VARIANTS[variant]
@@ -430,6 +431,7 @@ def test_compiled_blocks_compute_the_same(trained, name):
         assert b["loss"] == pytest.approx(a["loss"], abs=5e-5)
 
 
+@pytest.mark.slow
 def test_a_stale_receipt_and_foreign_directories(data, tmp_path):
     out = tmp_path / "ckpt"
     (out / "thesis.tmp-old").mkdir(parents=True)
