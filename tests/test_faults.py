@@ -139,14 +139,14 @@ def test_leftovers_and_strangers_in_a_run_directory(
     """Unfinished saves and half-copied checkpoints are no checkpoints; one of another model is refused, by name."""
     undisturbed = trained("--ckpt-every", 3, "--async-ckpt", "off", nproc=2)
     other = tmp_path / "other"
-    run("train.py", "--data", data, "--ckpt-dir", other, *SMALL, "--d-model", 48, "--stop-after", 1)
+    run("train.py", "--data", data, "--ckpt-dir", other, *SMALL, "--d-model", 48, "--stop-after", 15)
     leftovers, stranger = tmp_path / "leftovers", tmp_path / "stranger"
     for out in (leftovers, stranger):
         shutil.copytree(stopped, out)
     shutil.copytree(leftovers / "step_12", leftovers / "step_15.tmp-0123abcd")
     shutil.copytree(leftovers / "step_12", leftovers / "step_18")
     (leftovers / "step_18" / "step.json").unlink()
-    shutil.copytree(other / "step_1", stranger / "step_15")
+    shutil.copytree(other / "step_15", stranger / "step_15")
     ends = together(
         tmp_path,
         [{"flags": ("--data", data, "--ckpt-dir", out, *FLAGS, "--resume", "auto")} for out in (leftovers, stranger)],
