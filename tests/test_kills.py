@@ -26,7 +26,7 @@ def test_runs_that_are_killed_end_bit_equal(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_runs_that_are_killed_end_bit_equal(data: Path, tmp_path: Path) -> None:
-    result = campaign(4, 10, 2, "fsdp", tmp_path / "runs", data)
+    result = campaign(6, 10, 2, "fsdp", tmp_path / "runs", data)
     judge(result)
     assert set(result["by_victim"]) == set(VICTIMS)
     assert result["by_moment"]["saving"] >= 2 and result["left_unfinished_saves"] >= 1
