@@ -69,7 +69,7 @@ def test_constant():
     [
         (10, 10, 1.0, 0.1, "cosine", "--warmup 10"),
         (10, 9, 1.0, 0.1, "cosine", "decay"),
-        (1, 0, 1.0, 0.1, "cosine", "decay"),
+        (2, 1, 1.0, 0.1, "cosine", "decay"),
         (10, 2, 1.0, 2.0, "cosine", "--min-lr 2"),
     ],
 )

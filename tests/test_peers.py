@@ -136,7 +136,8 @@ def test_a_stopped_rank_is_named_once_and_ends_the_ranks_that_wait_for_it(job: C
     j.send(signal.SIGSTOP, 1)
     assert j.codes(0, 2, within=12) == [1, 1]
     (line,) = j.errors()
-    assert line.startswith(f"error: rank 0: {j.who(1)} has been silent for 3 s: stopped; ")
+    assert line.startswith("error: rank ")  # 0, or another one that rank 0 has told
+    assert f"{j.who(1)} has been silent for 3 s: stopped; " in line
     assert line.endswith("go on with --resume auto")
 
 
