@@ -94,7 +94,7 @@ def test_one_node(work, tmp_path):
     line = shrink(ONE_NODE).replace("--nproc_per_node=8", "--nproc_per_node=2 --standalone")
     out = finish(start(line + f" --ckpt-dir {tmp_path}/ckpt", work))
     assert "step 6 | saved" in out
-    assert "by 2 ranks x 2 windows x 2 micro-batches" in out
+    assert "8 windows an update = 2 ranks x 2 windows x 2 micro-batches" in out
 
 
 def test_two_nodes(work, tmp_path):
