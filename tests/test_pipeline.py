@@ -102,7 +102,7 @@ def test_two_nodes(work, tmp_path):
     line = line.replace("$HEAD:29500", f"127.0.0.1:{free_port()}") + f" --ckpt-dir {tmp_path}/ckpt"
     nodes = [start(line.replace("$RANK", str(n)), work) for n in range(2)]
     outs = [finish(n) for n in nodes]
-    assert "by 2 ranks" in outs[0]
+    assert "= 2 ranks" in outs[0]
     assert "step" not in outs[1]  # rank 0 alone speaks
     assert json.loads((tmp_path / "ckpt" / "run.json").read_text())["attempts"][0]["world_size"] == 2
 
