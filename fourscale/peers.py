@@ -134,9 +134,14 @@ class Watch:
         silent = dict.fromkeys(watched, 0.0)  # seconds, by rank
         silence = 0.0  # of the store, seconds
         last, pause = time.monotonic(), self.interval
-        while not self._halted.wait(pause):
+        while True:
+            due = time.monotonic() + pause
+            if self._halted.wait(pause):
+                return
             # A process that was paused, or a slow store, makes this loop late: that is no one else's silence.
             now = time.monotonic()
+            if now - due > self.timeout_s / 2:  # paused, perhaps with the others, who may wake later
+                silent, silence = dict.fromkeys(watched, 0.0), 0.0
             passed, last, pause = min(now - last, pause + self.interval), now, self.interval
             try:
                 self._beat()

@@ -188,13 +188,13 @@ def test_long_work_that_holds_the_interpreter_is_no_loss(job: Callable[..., Job]
 @pytest.mark.slow
 def test_a_paused_job_accuses_no_one_when_it_wakes(job: Callable[..., Job]) -> None:
     """All stopped for twice the timeout (a suspended laptop or batch job), the reader of the counters woken first."""
-    j = job("pauses")
+    j = job("pauses", timeout=6)
     j.send(signal.SIGSTOP, 1, 2)
-    time.sleep(1.5)  # rank 0 sees their last beats
+    time.sleep(3)  # rank 0 has seen their last beats, and half of the timeout is used up
     j.send(signal.SIGSTOP, 0)
-    time.sleep(6)
+    time.sleep(12)
     j.send(signal.SIGCONT, 0)
-    time.sleep(1)
+    time.sleep(3)  # without a new start for all, the rest is used up too
     j.send(signal.SIGCONT, 1, 2)
     assert j.codes(0, 1, 2, within=20) == [0, 0, 0] and not j.errors()
 
