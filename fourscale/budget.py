@@ -24,9 +24,9 @@ class Parameters:
 
 def count_parameters(cfg: ModelConfig) -> Parameters:
     """Parameters of a filled-in ModelConfig: matrices are decayed, vectors (norms, biases) are not."""
-    d, kv = cfg.d_model, cfg.n_kv_heads * cfg.head_dim
+    d, q, kv = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
     embedding = cfg.padded_vocab * d * (1 if cfg.tie else 2)
-    attention = d * (d + 2 * kv) + d * d
+    attention = d * (q + 2 * kv) + q * d
     if cfg.arch == "gpt2":
         embedding += cfg.ctx * d
         matrices = attention + 2 * d * cfg.d_ff

@@ -56,10 +56,15 @@ class ModelConfig:
     """share the embedding with the output head"""
     qk_norm: bool = False
     """RMSNorm on queries and keys of each head (modern only)"""
+    d_head: MaybeCount = None
+    """width of a head (modern only; default: d_model / n_heads)"""
     dropout: float = 0.0
     """on embeddings, attention and residual branches"""
     rope_theta: float = 10_000.0
     """base of the rotary frequencies (modern only)"""
+    rope_scaling: MaybeText = None
+    """stretch of the rotary frequencies (modern only): linear:FACTOR, or llama3:FACTOR,LOW,HIGH,CTX as Llama 3.1 has it
+    (default: none)"""
     norm_eps: float = 1e-5
     """epsilon of every norm"""
     doc_mask: bool = False
@@ -74,14 +79,32 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+        return self.d_head or self.d_model // self.n_heads
+
+    def rope_stretch(self) -> tuple[str, tuple[float, ...]] | None:
+        """rope_scaling's kind and numbers. Raises InputError where it is written otherwise."""
+        if self.rope_scaling is None:
+            return None
+        kind, _, rest = self.rope_scaling.partition(":")
+        try:
+            numbers = tuple(float(x) for x in rest.split(","))
+        except ValueError:
+            numbers = ()
+        if len(numbers) != {"linear": 1, "llama3": 4}.get(kind) or not all(0 < x < float("inf") for x in numbers):
+            raise InputError(
+                f"--rope-scaling {self.rope_scaling}: write linear:FACTOR, or llama3:FACTOR,LOW,HIGH,CTX as in "
+                "llama3:32,1,4,8192"
+            )
+        if kind == "llama3" and numbers[1] >= numbers[2]:
+            raise InputError(f"--rope-scaling {self.rope_scaling}: LOW must be below HIGH, as in llama3:32,1,4,8192")
+        return kind, numbers
 
     def check(self) -> None:
         """Raise InputError where the (filled-in) shape is impossible."""
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "ctx", "vocab_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{flag(name)} {getattr(self, name)}: must be at least 1")
-        if self.d_model % self.n_heads:
+        if self.d_head is None and self.d_model % self.n_heads:
             raise InputError(f"--n-heads {self.n_heads} does not divide --d-model {self.d_model}; choose a divisor")
         if self.n_heads % self.n_kv_heads:
             raise InputError(
@@ -91,11 +114,16 @@ class ModelConfig:
             raise InputError(
                 f"--n-kv-heads {self.n_kv_heads}: gpt2 has one per query head ({self.n_heads}); use --arch modern"
             )
+        if self.d_head is not None and (self.d_head < 1 or self.arch == "gpt2"):
+            why = "must be at least 1" if self.d_head < 1 else "gpt2 has d_model / n_heads; use --arch modern"
+            raise InputError(f"--d-head {self.d_head}: {why}")
+        if self.rope_stretch() and self.arch == "gpt2":
+            raise InputError(f"--rope-scaling {self.rope_scaling}: gpt2 has learned positions; use --arch modern")
         if self.arch == "gpt2" and self.qk_norm:
             raise InputError("--qk-norm: gpt2 has no query/key norm; use --arch modern")
         if self.arch == "modern" and self.head_dim % 2:
             raise InputError(
-                f"--n-heads {self.n_heads}: RoPE needs an even head width, d_model / n_heads is {self.head_dim}"
+                f"--n-heads {self.n_heads}: RoPE needs an even head width, it is {self.head_dim}; choose others"
             )
         if not 0 <= self.dropout < 1:
             raise InputError(f"--dropout {self.dropout}: must be at least 0 and below 1")

@@ -1,6 +1,6 @@
 """One GPT, two blocks: `gpt2` (Radford et al. 2019) and `modern` (as in Llama and Qwen3).
 
-Shapes: B windows, T tokens, D = d_model, H query heads, K key/value heads, C = D / H, V = vocab_size.
+Shapes: B windows, T tokens, D = d_model, H query heads, K key/value heads, C = head_dim, V = vocab_size.
 The residual stream, the norms and the loss are fp32 under autocast, in every mode of parallelism.
 """
 
@@ -44,9 +44,21 @@ class Norm(nn.Module):
             return F.rms_norm(x, w.shape, w, self.eps)
 
 
-def rotary_tables(n_tokens: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of RoPE, fp32 [n_tokens, head_dim] each, the halves repeated (Su et al. 2021, arXiv:2104.09864)."""
-    freq = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+def rotary_tables(n_tokens: int, cfg: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE, fp32 [n_tokens, head_dim] each, the halves repeated (Su et al. 2021, arXiv:2104.09864).
+
+    cfg.rope_scaling: linear stretches all wavelengths by a factor (Chen et al. 2023, arXiv:2306.15595); llama3 those
+    longer than CTX / LOW tokens, none shorter than CTX / HIGH, and blends between (Grattafiori et al. 2024,
+    arXiv:2407.21783, and the code published with it).
+    """
+    freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, device=device, dtype=torch.float32) / cfg.head_dim)
+    if (stretch := cfg.rope_stretch()) is not None:
+        kind, (factor, *bounds) = stretch
+        kept = torch.zeros_like(freq)  # share of each frequency that isn't stretched
+        if kind == "llama3":
+            low, high, ctx = bounds
+            kept = ((ctx * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        freq = kept * freq + (1 - kept) * freq / factor
     angle = torch.outer(torch.arange(n_tokens, device=device, dtype=torch.float32), freq)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
@@ -147,13 +159,13 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
         bias = cfg.arch == "gpt2"
         self.qkv = nn.Linear(cfg.d_model, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=bias)
-        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=bias)
+        self.out = nn.Linear(self.heads * self.head_dim, cfg.d_model, bias=bias)
         self.q_norm = Norm(self.head_dim, cfg) if cfg.qk_norm else None
         self.k_norm = Norm(self.head_dim, cfg) if cfg.qk_norm else None
         self.dropout = cfg.dropout
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None) -> Tensor:
-        B, T, D = x.shape
+        B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)  # [B, H | K | K, T, C]
         if self.q_norm is not None:
@@ -170,7 +182,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         else:
             y = attend_flex(q, k, v, mask, gqa)
-        return self.out(y.transpose(1, 2).reshape(B, T, D))
+        return self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
 
 
 class MLP(nn.Module):
@@ -297,7 +309,7 @@ class GPT(nn.Module):
             positions = torch.arange(T, device=idx.device) - starts
             mask = document_mask(starts, cfg.head_dim, cfg.dropout if self.training else 0.0)
         if self.wpe is None:
-            rope = rotary_tables(T, cfg.head_dim, cfg.rope_theta, idx.device)
+            rope = rotary_tables(T, cfg, idx.device)
             if positions is not None:
                 rope = tuple(table[positions][:, None] for table in rope)  # [B, 1, T, C] each
         return positions, rope, mask

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fourscale.budget import count_parameters
+from fourscale.cli import InputError
 from fourscale.config import ModelConfig
-from fourscale.model import GPT, IGNORE
+from fourscale.model import GPT, IGNORE, rotary_tables
 from fourscale.optim import parameter_groups
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -53,7 +54,9 @@ def test_published_parameter_counts(name):
 
 
 @pytest.mark.parametrize("tie", (True, False))
-@pytest.mark.parametrize("shape", ({"arch": "gpt2"}, {"arch": "modern"}, {"arch": "modern", "qk_norm": True}), ids=str)
+@pytest.mark.parametrize(
+    "shape", ({"arch": "gpt2"}, {"arch": "modern"}, {"arch": "modern", "qk_norm": True, "d_head": 10}), ids=str
+)
 def test_counts_and_groups_of_any_shape(shape, tie):
     cfg = tiny(**shape, tie=tie)
     model = GPT(cfg)
@@ -65,6 +68,38 @@ def test_counts_and_groups_of_any_shape(shape, tie):
     assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() == 1 for p in groups[1]["params"])
     counted = count_parameters(cfg)
     assert [sum(p.numel() for p in g["params"]) for g in groups] == [counted.decayed, counted.not_decayed]
+
+
+@pytest.mark.parametrize("scaling", (None, "linear:4", "llama3:8,1,4,32"))
+def test_rotary_tables_are_those_of_transformers(scaling):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    cfg = tiny("modern", d_head=64, rope_theta=100.0, rope_scaling=scaling)
+    kind, numbers = cfg.rope_stretch() or ("default", ())
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    rope = {"rope_type": kind, "rope_theta": 100.0} | dict(zip(names, numbers, strict=False))
+    if kind == "llama3":
+        rope["original_max_position_embeddings"] = int(numbers[3])
+    theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, rope_parameters=rope, max_position_embeddings=256))
+    cos, sin = theirs(torch.zeros(1), torch.arange(100)[None])
+    ours = rotary_tables(100, cfg, torch.device("cpu"))
+    torch.testing.assert_close(ours, (cos[0], sin[0]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    (
+        ({"rope_scaling": "yarn:4"}, "llama3:32,1,4,8192"),
+        ({"rope_scaling": "llama3:8,4,1,32"}, "LOW must be below HIGH"),
+        ({"arch": "gpt2", "rope_scaling": "linear:2"}, "--arch modern"),
+        ({"arch": "gpt2", "d_head": 8}, "--arch modern"),
+        ({"d_head": 7}, "even head width"),
+    ),
+)
+def test_impossible_shapes_are_named(changes, word):
+    with pytest.raises(InputError, match=word):
+        tiny(**{"arch": "modern"} | changes).check()
 
 
 @pytest.mark.parametrize("arch", ARCHS)
