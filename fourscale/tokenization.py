@@ -30,12 +30,19 @@ import tokenizers
 
 from fourscale import foreign
 from fourscale.cli import InputError, parse_count
+from fourscale.tokenizer_json import (
+    BYTE_TO_CHAR,
+    EOT,
+    GPT2_PATTERN,
+    byte_level_json,
+    char_json,
+    fast_encoding,
+    spelled,
+    spelled_bytes,
+)
 
-EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
-# Radford et al. 2019, as in OpenAI's encoder.py, with possessive quantifiers for speed (the splits are the same).
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_SHA256 = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -78,7 +85,7 @@ class Tokenizer:
         encoder.encode_special_tokens = True  # special tokens in text are ordinary text
         encoder.no_truncation()
         encoder.no_padding()
-        self._encoding = None if kind in ("byte", "char") else _fast_encoding(safe, encoder, kind, eot_token)
+        self._encoding = None if kind in ("byte", "char") else fast_encoding(safe, encoder, kind, eot_token)
         if kind == "tokenizer.json":
             try:
                 self._encode(eot_token)
@@ -195,7 +202,7 @@ class Tokenizer:
         added = {token["id"] for token in self._spec["added_tokens"]}
         pieces = [b""] * self.vocab_size
         for token, i in self._vocab.items():
-            spelled = _spelled_bytes(token) if byte_level and i not in added else None
+            spelled = spelled_bytes(token) if byte_level and i not in added else None
             pieces[i] = token.encode("utf-8") if spelled is None else spelled
         return pieces
 
@@ -236,6 +243,24 @@ def load(directory: Path, entry: dict[str, Any]) -> Tokenizer:
     return Tokenizer(entry["kind"], data, entry["eot_token"])
 
 
+def difference(ours: Tokenizer, theirs: Tokenizer) -> str | None:
+    """How two tokenizers differ in what their ids say, as 'id 5 is "a" in the one, "b" in the other'; None where they
+    are the same, as of one vocabulary in two files."""
+    if ours.sha256 == theirs.sha256:
+        return None
+    if ours.vocab_size != theirs.vocab_size:
+        return f"{ours.vocab_size:,} ids in the one, {theirs.vocab_size:,} in the other"
+    if ours.eot_id != theirs.eot_id:
+        return f"documents end with id {ours.eot_id:,} in the one, {theirs.eot_id:,} in the other"
+    for i in range(ours.vocab_size):
+        a, b = ours.token_bytes(i), theirs.token_bytes(i)
+        if a != b and i != ours.eot_id:
+            return f"id {i:,} is {a.decode(errors='replace')!r} in the one, {b.decode(errors='replace')!r} in the other"
+    if "char" not in (ours.kind, theirs.kind) and ours.encode(foreign.PROBE) != theirs.encode(foreign.PROBE):
+        return "the same ids, but text is cut into others"
+    return None
+
+
 # ---- building one from its spec --------------------------------------------------------------------------------------
 
 
@@ -265,9 +290,9 @@ def build(spec: str, texts: Callable[[], Iterator[str]]) -> Tokenizer:
     """
     kind = kind_of(spec)
     if kind == "byte":
-        return Tokenizer(kind, _byte_level_json({_BYTE_TO_CHAR[b]: b for b in range(256)}, [], {EOT: 256}, False), EOT)
+        return Tokenizer(kind, byte_level_json({BYTE_TO_CHAR[b]: b for b in range(256)}, [], {EOT: 256}, False), EOT)
     if kind == "char":
-        return Tokenizer(kind, _char_json(texts()), EOT)
+        return Tokenizer(kind, char_json(texts()), EOT)
     if kind == "gpt2":
         return Tokenizer(kind, _gpt2_json(), EOT)
     if kind == "bpe":
@@ -320,7 +345,7 @@ def _train_bpe(size: int, texts: Iterator[str]) -> bytes:
     )
     trained.train_from_iterator(capped(), trainer)
     model = json.loads(trained.to_str())["model"]
-    return _byte_level_json(model["vocab"], model["merges"], {EOT: len(model["vocab"])})
+    return byte_level_json(model["vocab"], model["merges"], {EOT: len(model["vocab"])})
 
 
 def _gpt2_json() -> bytes:
@@ -328,7 +353,7 @@ def _gpt2_json() -> bytes:
     vocab = json.loads(files["encoder.json"])
     eot_id = vocab.pop(EOT)
     lines = files["vocab.bpe"].decode("utf-8").split("\n")[1:-1]  # the first line is a version
-    return _byte_level_json(vocab, [line.split() for line in lines], {EOT: eot_id})
+    return byte_level_json(vocab, [line.split() for line in lines], {EOT: eot_id})
 
 
 def _gpt2_file(name: str) -> bytes:
@@ -369,13 +394,13 @@ def _from_tiktoken(name: str) -> Tokenizer:
     if EOT not in encoding._special_tokens:
         raise InputError(f"--tokenizer {name}: has no {EOT} to end documents with; use another")
     ranks = encoding._mergeable_ranks
-    vocab = {_spelled(token): rank for token, rank in ranks.items()}
+    vocab = {spelled(token): rank for token, rank in ranks.items()}
     specials: dict[int, str] = {}
     for content, i in encoding._special_tokens.items():
         specials.setdefault(i, content)  # o200k_harmony has two names for one id
-    merges = [map(_spelled, pair) for pair in _all_splits(ranks)]
+    merges = [map(spelled, pair) for pair in _all_splits(ranks)]
     split = True if encoding._pat_str == GPT2_PATTERN else _for_tokenizers(encoding._pat_str)
-    data = _byte_level_json(vocab, merges, {content: i for i, content in specials.items()}, split, ignore_merges=True)
+    data = byte_level_json(vocab, merges, {content: i for i, content in specials.items()}, split, ignore_merges=True)
     tokenizer = Tokenizer(f"tiktoken:{name}", data, EOT)
     # Two regex engines read two spellings of one pattern: see that they agree before a corpus depends on it.
     for encode in (tokenizer.encode, lambda text: tokenizer._backend.encode(text, add_special_tokens=False).ids):
@@ -418,102 +443,6 @@ def _eot_of(path: Path, data: bytes) -> str:
             'put a tokenizer_config.json with {"eos_token": "..."} beside it'
         )
     return known[0]
-
-
-# ---- tokenizer.json --------------------------------------------------------------------------------------------------
-
-
-def _byte_to_char() -> dict[int, str]:
-    """The alphabet in which byte-level BPE spells bytes (GPT-2's encoder.py): printable ones as themselves."""
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
-
-
-_BYTE_TO_CHAR = _byte_to_char()
-_CHAR_TO_BYTE = {c: b for b, c in _BYTE_TO_CHAR.items()}
-
-
-def _spelled(token: bytes) -> str:
-    return "".join([_BYTE_TO_CHAR[b] for b in token])
-
-
-def _spelled_bytes(token: str) -> bytes | None:
-    return bytes([_CHAR_TO_BYTE[c] for c in token]) if all(c in _CHAR_TO_BYTE for c in token) else None
-
-
-def _byte_level_json(
-    vocab: dict[str, int], merges: Iterable[Iterable[str]], specials: dict[str, int], split=True, ignore_merges=False
-) -> bytes:
-    """Byte-level BPE. split: True for GPT-2's pattern, False for none, or a pattern in Ruby's dialect."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is True}
-    before: dict[str, Any] = level
-    if isinstance(split, str):
-        cut = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        before = {"type": "Sequence", "pretokenizers": [cut, level]}
-    # Special tokens stand in the vocabulary too, or loading would number them anew from its end.
-    model = {"type": "BPE", "ignore_merges": ignore_merges, "vocab": vocab | specials, "merges": [*map(list, merges)]}
-    return _json(model, before, {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}, specials)
-
-
-def _char_json(texts: Iterator[str]) -> bytes:
-    seen: set[str] = set()
-    for text in texts:
-        seen.update(text)
-    vocab = {c: i for i, c in enumerate(sorted(seen))}
-    specials = {EOT: len(vocab)}
-    # The unknown token is in no vocabulary: other loaders then raise for an unknown character, as we do.
-    model = {"type": "WordLevel", "vocab": vocab | specials, "unk_token": "<unk>"}
-    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-    return _json(model, split, {"type": "Fuse"}, specials)
-
-
-def _json(model: dict[str, Any], before: dict[str, Any], decoder: dict[str, Any], specials: dict[str, int]) -> bytes:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": i, "content": c, **plain} for c, i in sorted(specials.items(), key=lambda item: item[1])]
-    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
-    tail = {"pre_tokenizer": before, "post_processor": None, "decoder": decoder, "model": model}
-    return json.dumps(head | tail, ensure_ascii=False).encode("utf-8")
-
-
-# ---- tiktoken's speed for a tokenizer.json ---------------------------------------------------------------------------
-
-
-def _fast_encoding(spec: dict, backend: tokenizers.Tokenizer, kind: str, eot: str) -> tiktoken.Encoding | None:
-    """A tiktoken Encoding with the same ids for ordinary text, or None where the tokenizer isn't such a byte-level BPE.
-
-    tiktoken merges by id and looks whole words up first. A BPE by merge list does the same if merges stand in order of
-    their results' ids, one for each token, and each token is what its own spelling merges to.
-    """
-    model, added = spec["model"], {eot, *(token["content"] for token in spec.get("added_tokens", []))}
-    pattern = _pattern(spec.get("pre_tokenizer") or {}, kind)
-    if model.get("type") != "BPE" or pattern is None or spec.get("normalizer"):
-        return None
-    if any(model.get(k) for k in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")):
-        return None
-    words = {token: i for token, i in model["vocab"].items() if token not in added}
-    spelled = {token: _spelled_bytes(token) for token in words}
-    if None in spelled.values() or not all(c in words for c in _CHAR_TO_BYTE):
-        return None
-    if kind != "gpt2" and not kind.startswith("tiktoken:"):
-        if not all(token.get("special") for token in spec.get("added_tokens", [])):
-            return None
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        made = [words.get("".join(pair), -1) for pair in pairs]
-        if len(made) != len(words) - 256 or any(a >= b for a, b in zip([-1, *made], made, strict=False)):
-            return None
-        if any([part.value for part in backend.model.tokenize(token)] != [token] for token in words):
-            return None
-    ranks = {spelled[token]: i for token, i in words.items()}
-    return tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-
-def _pattern(before: dict[str, Any], kind: str) -> str | None:
-    if before.get("type") == "ByteLevel" and not before.get("add_prefix_space") and before.get("use_regex", True):
-        return GPT2_PATTERN
-    if kind.startswith("tiktoken:"):  # written by `_byte_level_json`
-        return before["pretokenizers"][0]["pattern"]["Regex"]
-    return None  # a foreign pattern may mean something else to tiktoken's engine
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourscale import foreign, tokenization
+from fourscale import foreign, tokenization, tokenizer_json
 from fourscale.cli import InputError
 from fourscale.tokenization import EOT, build, load
 
@@ -39,7 +39,7 @@ def toy_encoding(pattern=CL100K):
     """A tiktoken encoding as OpenAI's later ones are: another pattern, special tokens apart, a hole before them."""
     texts = [*TEXTS, "1234567 camelCase  \n  \n \n" * 9]
     learned = json.loads(build("bpe:500", lambda: iter(texts))._data)["model"]["vocab"]
-    ranks = {tokenization._spelled_bytes(token): i for token, i in learned.items() if token != EOT}
+    ranks = {tokenizer_json.spelled_bytes(token): i for token, i in learned.items() if token != EOT}
     return tiktoken.Encoding("toy", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: 600, "<|fim|>": 601})
 
 
@@ -274,7 +274,7 @@ def test_bpe_learns_the_same_where_no_piece_is_long():
     plain.train_from_iterator(texts, trainer)
     model = json.loads(plain.to_str())["model"]
     assert len(model["vocab"]) == 1199
-    expected = tokenization._byte_level_json(model["vocab"], model["merges"], {EOT: len(model["vocab"])})
+    expected = tokenizer_json.byte_level_json(model["vocab"], model["merges"], {EOT: len(model["vocab"])})
     assert build("bpe:1200", lambda: iter(texts))._data == expected
 
 
@@ -316,10 +316,10 @@ def test_other_long_texts(made):
 
 def test_merges_in_another_order_than_ids_are_left_to_tokenizers(tmp_path):
     """abc can't come about by merges here, but tiktoken would find it as a whole word."""
-    vocab = {c: i for i, c in enumerate(sorted(tokenization._CHAR_TO_BYTE))}
+    vocab = {c: i for i, c in enumerate(sorted(tokenizer_json.CHAR_TO_BYTE))}
     merges = [("a", "b"), ("b", "c"), ("a", "bc")]
     words = {"".join(pair): 256 + i for i, pair in enumerate(merges)}
-    data = tokenization._byte_level_json(vocab | words, merges, {EOT: 259})
+    data = tokenizer_json.byte_level_json(vocab | words, merges, {EOT: 259})
     (tmp_path / "tokenizer.json").write_bytes(data)
     tokenizer = build(str(tmp_path), lambda: iter(()))
     assert tokenizer.encode("abc") == [words["ab"], vocab["c"]]
@@ -532,3 +532,17 @@ def test_tiktoken_without_a_network_is_one_quick_line(monkeypatch):
     with pytest.raises(InputError, match="no answer"):
         build("cl100k_base", lambda: iter(()))
     assert time.monotonic() - started < 3
+
+
+def test_tokenizers_are_the_same_by_what_their_ids_say(tmp_path, made):
+    gpt2 = made["gpt2"][0]
+    spec = json.loads(gpt2._data)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec, indent=1))  # another file, and hash
+    again = build(str(tmp_path), lambda: iter(()))
+    assert again.sha256 != gpt2.sha256 and tokenization.difference(gpt2, again) is None
+    a, b = (build("bpe:270", lambda text=text: iter((text,))) for text in ("abab" * 9, "xyxy" * 9))
+    assert "257 ids" in tokenization.difference(build("byte", lambda: iter(())), a)
+    assert "'ab' in the one, 'xy' in the other" in tokenization.difference(a, b)
+    spec["model"]["merges"].reverse()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert "cut into others" in tokenization.difference(gpt2, build(str(tmp_path), lambda: iter(())))
