@@ -1,8 +1,11 @@
 # make demo | test | test-all | lint. The environment is made in .venv, and again only when requirements change.
+# Tests run JOBS at a time, each of one to four processes.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test test-all lint env
 env: $(READY)
@@ -21,10 +24,10 @@ demo: $(READY)
 	PYTHON=$(BIN)/python launch/demo.sh
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
