@@ -20,6 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+# Tests of one file stay together, for what they share; the longest files begin, so that no process is left with one.
+LONGEST = ("test_kills", "test_matrix", "test_train", "test_faults", "test_branch", "test_publish", "test_parallel")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 def command(script: str, *args: object, nproc: int | None = None) -> list[str]:
     """The command line of a door, under torchrun on a free port if `nproc` is given."""
     launcher = [sys.executable]

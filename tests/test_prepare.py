@@ -342,7 +342,7 @@ def test_killed_ten_times_it_ends_with_the_same_bytes(tmp_path):
         )
         while child.poll() is None and not reached[wanted](journal_of(out)):
             time.sleep(0.01)
-        time.sleep(rng.random() * (took / 3 if wanted == "encoding" else 0.5))
+        time.sleep(rng.random() * (took / 8 if wanted == "encoding" else 0.5))
         if child.poll() is not None:
             break
         workers = children_of(child.pid)
