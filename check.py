@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fourscale.cli import InputError, door, flag, parse, say
-from fourscale.config import CheckCkptConfig, CheckDataConfig, CheckRunConfig
+from fourscale.flags import CheckCkptConfig, CheckDataConfig, CheckRunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -351,18 +351,22 @@ def check_run(spec: str, cfg: CheckRunConfig) -> Report:
         report.extend(receipts.contract(run))
         report.extend([receipts.tokenizer_finding(place.run_dir, run)])
         report.extend(receipts.branch(run))
+        report.extend(receipts.imported(run))
         report.extend(receipts.attempts(run))
         events, torn = receipts.read_events(place.run_dir)
-        there = steps.openable(place.steps)
-        found = receipts.read_metrics(place.run_dir, run, {ckpt.step["update"] for ckpt in there})
-        report.extend(receipts.happened(events, torn, found.dropped))
-        report.extend(receipts.metrics_findings(found, there))
+        found, trained = receipts.Metrics(), "imported" not in run
+        if trained:
+            there = steps.openable(place.steps)
+            found = receipts.read_metrics(place.run_dir, run, {ckpt.step["update"] for ckpt in there})
+            report.extend(receipts.happened(events, torn, found.dropped))
+            report.extend(receipts.metrics_findings(found, there))
         words, findings = steps.pointers(place.run_dir)
         report.extend(findings)
         newest = dataclasses.replace(place, steps=place.steps[-1:])
         good = verify_steps(newest, words, False, report)
         report.extend(steps.leftovers(place.run_dir))
-        report.extend(receipts.ending(place.run_dir, run, good[-1] if good else None, found))
+        if trained:
+            report.extend(receipts.ending(place.run_dir, run, good[-1] if good else None, found))
     except (InputError, *MALFORMED) as e:
         report.add("FAIL", "open", opening(spec, e))
         return report

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from fourscale import code_version
 from fourscale.cli import InputError, door, parse, parse_count, say
-from fourscale.config import PrepareConfig, padded
+from fourscale.config import padded
+from fourscale.flags import PrepareConfig
 
 if TYPE_CHECKING:
     from fourscale.assembly import Assembly

@@ -5,6 +5,7 @@
     torchrun --nproc_per_node=8 train.py --data ./data --parallel fsdp --ctx 1024 --local-bsz 16 --grad-accum 4
     torchrun --nproc_per_node=8 train.py --data ./data --parallel fsdp --resume auto      # goes on, on any ranks
     torchrun --nproc_per_node=8 train.py --branch-from ckpt/step_9000 --ckpt-dir ./anneal --schedule wsd --steps 12000
+    python train.py --init-from openai-community/gpt2 --data ./data --ckpt-dir ./tuned --lr 3e-5    # weights alone
     python train.py --data ./web:0.7 --data ./code:0.3                        # two data sets, mixed by share of samples
 
 Read it from top to bottom: flags, group, data, contract, model, the loop, the end.
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 def main() -> None:
     # ---- 1. flags: usage errors end here, before torch is imported -------------------------------------------------
     flags = layered(TrainConfig())
-    from fourscale import parallel, rundir
+    from fourscale import origins, parallel
 
-    flags = rundir.recall(flags)
+    flags = origins.recall(flags)
     topology = parallel.start(
         flags.parallel,
         flags.backend,
@@ -82,21 +83,22 @@ def train(
 ) -> int:
     import torch
 
-    from fourscale import budget, checkpoint, corpus, heldout, optim, parallel, rundir, saving, telemetry
+    from fourscale import budget, checkpoint, corpus, heldout, optim, origins, parallel, rundir, saving, telemetry
     from fourscale.model import GPT, IGNORE
     from fourscale.order import supervised, update_rows
 
     # ---- 2. where to go on from ------------------------------------------------------------------------------------
     ckpt = run_dir.resume_point(flags.resume, flags.resume_step)
-    parent = None if ckpt else rundir.branch_point(flags, topology)  # of a branch's first start
+    parent = None if ckpt else origins.branch_point(flags, topology)  # of a branch's first start
     before = ckpt or parent  # where weights, optimizer and clock come from
+    source = None if ckpt else origins.start_point(flags, topology)  # where weights alone come from
 
     # ---- 3. data ---------------------------------------------------------------------------------------------------
     data = corpus.of_flags(flags, ckpt.run if ckpt else None)
 
     # ---- 4. the plan and the contract: what this run is, for good --------------------------------------------------
     device_type = topology.device.type
-    origin = rundir.origin_of(ckpt, parent)
+    origin = origins.origin_of(ckpt, parent)
     plan = budget.plan(flags, data.vocab_size, topology.world_size, device_type, topology.dtype, data.eot_id, origin)
     cfg, ctx, world, updates = plan.cfg, plan.cfg.model.ctx, topology.world_size, plan.updates
     optim.check_schedule(updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
@@ -124,10 +126,13 @@ def train(
         "attempts": [*(ckpt.run["attempts"] if ckpt else []), attempt],
     }
     changed = rundir.reconcile(run_dir.path, ckpt, run) if ckpt else []
-    if ckpt is not None and "origin" in ckpt.run:
-        run["origin"] = ckpt.run["origin"]
+    if ckpt is not None:
+        run |= {k: ckpt.run[k] for k in ("origin", "init") if k in ckpt.run}
     if parent is not None:
-        run["origin"] = rundir.origin_entry(parent, run)
+        run["origin"] = origins.origin_entry(parent, run)
+    if source is not None:
+        run["init"] = topology.from_main(lambda: origins.init_entry(source, cfg, data.tokenizer))
+    begun = run["origin"] if parent else run["init"] if source else {}
     verification = corpus.Verification(data, cfg.verify_data, topology, lambda: stop_request.name is not None)
     run_dir.write_contract(run, None if ckpt else data.tokenizer)
     size = budget.count_parameters(cfg.model)
@@ -139,7 +144,7 @@ def train(
         f"{updates:,} updates, {plan.token_budget:,} tokens{data.told(order.epochs(plan.token_budget / ctx))} "
         f"| {run_dir.path}"
     )
-    for note in [*data.notes, *changed, *(run["origin"]["differences"] if parent else [])]:
+    for note in [*data.notes, *changed, *begun.get("differences", [])]:
         say(f"note: {note}")
     if ckpt is None and topology.main and (run_dir.path / "metrics.jsonl").is_file():
         say("note: an earlier attempt ended here before its first checkpoint; this one begins anew")
@@ -150,7 +155,14 @@ def train(
     with torch.device("meta"):
         raw = GPT(cfg.model, cfg.act_ckpt)
     compiled, told = parallel.compile_blocks(raw, topology, cfg.local_bsz) if cfg.compile else (False, None)
-    model = parallel.build(raw, lambda: raw.init_weights(cfg.seed), topology)
+
+    def set_weights() -> None:
+        if source is None:
+            return raw.init_weights(cfg.seed)
+        source.fill(dict(raw.named_parameters()), topology.publish_group)
+        say(f"weights of {source.path}")
+
+    model = parallel.build(raw, set_weights, topology)
     if compiled:
         told += f", the rest in {parallel.warm_up(model, topology, cfg.local_bsz, ctx):.1f} s, apart from ms/step"
     if told:

@@ -156,6 +156,7 @@ Count = Annotated[int, _spec("N", _count_from, (int,))]
 MaybeCount = Annotated[int | None, _spec("N", _count_from, (int,)), derived]
 MaybeFloat = Annotated[float | None, _spec("X", _float_from, (float, int)), derived]
 MaybeText = Annotated[str | None, _spec("TEXT", lambda a: a[0], (str,)), derived]
+Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 # A flag that may be repeated. Its default gives way to what is said, see `parse`.
 Texts = Annotated[
     tuple[Annotated[str, _spec("SPEC", lambda a: a[0], (str,))], ...],

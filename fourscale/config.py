@@ -1,4 +1,4 @@
-"""Every knob once: the dataclasses behind the doors' flags. Imports no torch."""
+"""Every knob of a run and its model once, as dataclasses behind train.py's flags. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fourscale.cli import (
     MaybeFloat,
     MaybeText,
     Texts,
-    derived,
     flag,
     from_toml,
     parse,
@@ -134,52 +133,6 @@ class ModelConfig:
 
 
 @dataclass
-class PrepareConfig:
-    """Text -> tokens -> shards and a manifest. Killed, the same command goes on where it was."""
-
-    dataset: Texts = ("stdlib",)
-    """stdlib (no network), tinystories, fineweb-edu, a hub id owner/name, a save_to_disk directory, files 'c/*.txt.gz';
-    repeat it for several sources, with shares of the training tokens as in --dataset a:0.7 --dataset b:0.3"""
-    out: Path = Path("./data")
-    """directory for shards and manifest.json"""
-    tokenizer: str = "gpt2"
-    """gpt2, another tiktoken name, a tokenizer.json, bpe:N (trained on the corpus), byte, or char"""
-
-    name: MaybeText = None
-    """configuration of the hub data set"""
-    split: str = "train"
-    """split of the hub data set or save_to_disk directory to read"""
-    revision: MaybeText = None
-    """branch, tag or commit of the hub data set (default: the newest, pinned in the manifest)"""
-    text_field: str = "text"
-    """field that holds the text in jsonl, csv, parquet and hub rows"""
-    group_field: MaybeText = None
-    """field whose equal values stay on one side of the split, such as a book or a URL (its host counts)"""
-    doc_sep: MaybeText = None
-    """separator of documents in plain text, such as '<|endoftext|>' (default: units of about 4 KB at blank lines)"""
-
-    val_fraction: float = 0.01
-    """share of documents held out, chosen by a hash of their text or group"""
-    val_docs: MaybeCount = None
-    """hold out exactly this many distinct documents instead"""
-    max_tokens: MaybeCount = None
-    """stop at exactly this many training tokens"""
-    max_docs: MaybeCount = None
-    """stop after this many documents"""
-    dedup: bool = False
-    """drop documents whose text was seen before (but for whitespace and Unicode form)"""
-    skip_bad: bool = False
-    """count malformed rows and go on, instead of stopping at the first"""
-
-    shard_tokens: Count = 100_000_000
-    """tokens per shard"""
-    workers: MaybeCount = None
-    """processes that tokenize (default: one a core); the output does not depend on it"""
-    license: MaybeText = None
-    """licence of the text, for the manifest (known for the named sources)"""
-
-
-@dataclass
 class TrainConfig:
     """Train a language model: the same command on a laptop, one GPU, a node and a cluster (launch with torchrun)."""
 
@@ -206,6 +159,8 @@ class TrainConfig:
     """go on from this checkpoint instead of the newest; later ones are set aside as discarded-step_N"""
     branch_from: Path | None = None
     """start a new run from this checkpoint's weights, optimizer and clock; what differs is recorded in run.json"""
+    init_from: MaybeText = None
+    """start a new run from these weights alone, with their model: a checkpoint, a Hugging Face directory or hub name"""
     stop_after: MaybeCount = None
     """save and stop after this update; the schedule stays that of the whole run"""
 
@@ -296,166 +251,6 @@ class TrainConfig:
     """write checkpoints while training goes on, from a copy in memory (auto: where it fits beside all else)"""
     max_save_failures: Count = 2
     """failed saves in a row that are borne, and tried again when the next is due, before the run stops"""
-
-
-@dataclass
-class SampleConfig:
-    """Checkpoint -> text."""
-
-    ckpt: Path = Path("./ckpt")
-    """a step_N directory, a run directory (its newest), or the file `best` in one"""
-    prompt: Annotated[str, derived] = ""
-    """text to continue (default: none, the model begins a document)"""
-    num_samples: Count = 1
-    """continuations of the prompt; a single one is printed as it is made"""
-    max_new_tokens: Count = 256
-    """tokens to add, unless the end-of-text token comes first; past the context length the oldest drop out of sight"""
-    temperature: float = 0.8
-    """0 takes the most likely token"""
-    top_k: MaybeCount = None
-    """sample from the K most likely tokens (default: all)"""
-    top_p: MaybeFloat = None
-    """sample from the smallest set of tokens whose probability reaches P (default: all)"""
-    seed: Count = 0
-    """sample k of a seed is the same text however many are made"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto: cuda, else mps (one process), else cpu"""
-
-    def check(self) -> None:
-        """Raise InputError, naming the flag, where the values are impossible."""
-        if self.num_samples < 1:
-            raise InputError("--num-samples 0: must be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"--temperature {self.temperature}: must be 0 (most likely token) or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"--top-k {self.top_k}: must be at least 1; leave it out for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"--top-p {self.top_p}: must be above 0 and at most 1; leave it out for all tokens")
-        try:
-            self.prompt.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError("--prompt: not valid UTF-8; check the terminal's encoding") from None
-
-
-@dataclass
-class EvalConfig:
-    """Held-out nats per token, perplexity and bits per byte of a checkpoint; also under torchrun."""
-
-    data: Texts = ("./data",)
-    """as train.py's, and repeatable: a table of each"""
-    val_data: MaybeText = None
-    """held-out shards, where --data has foreign ones whose names don't tell train from val"""
-    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
-    """of headerless shards without a manifest"""
-    ckpt: Path = Path("./ckpt")
-    """a step_N directory, a run directory (its newest), or the file `best` in one"""
-    split: Literal["val", "train"] = "val"
-    """side of the data to score"""
-    ctx: MaybeCount = None
-    """window length in tokens (default: the model's)"""
-    local_bsz: Count = 8
-    """windows per rank and forward; the result does not depend on it"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto: cuda, else mps (one process), else cpu"""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl on cuda, else gloo"""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """of matrix products"""
-    json: Path | None = None
-    """also write the figures to this file"""
-
-    def check(self) -> None:
-        """Raise InputError, naming the flag, where the values are impossible."""
-        for name in ("ctx", "local_bsz"):
-            if getattr(self, name) == 0:
-                raise InputError(f"{flag(name)} 0: must be at least 1")
-        if self.json is not None and not self.json.resolve().parent.is_dir():
-            raise InputError(f"--json {self.json}: no such directory to write to; make it first")
-
-
-@dataclass
-class ExportConfig:
-    """Checkpoint -> Hugging Face directory, published only if its logits equal ours."""
-
-    ckpt: Path = Path("./ckpt")
-    """a step_N directory, a run directory (its newest), or the file `best` in one"""
-    out: Path = Path("./ckpt_hf")
-    """directory to write; must not exist yet"""
-
-
-@dataclass
-class CheckDataConfig:
-    """Read shards from end to end and judge them: hashes, ids, counts, held-out text in the training set, padding."""
-
-    dirs: tyro.conf.Positional[Texts] = ()
-    """directories written by prepare.py, or shards of nanoGPT, llm.c or datatrove"""
-    ctx: MaybeCount = None
-    """context length to train with: each side must hold a window of it (default: said, and 256 must fit)"""
-    window: MaybeCount = None
-    """tokens of the held-out windows looked for in the training set (default: 64, of bytes or characters 256)"""
-    max_overlap: float = 0.5
-    """share of held-out windows that may stand in the training set before the check fails; noted from a tenth of it"""
-    val_data: MaybeText = None
-    """held-out shards, where the names of foreign ones don't tell train from val"""
-    data_dtype: Literal["auto", "uint16", "uint32"] = "auto"
-    """of headerless shards without a manifest"""
-    tokenizer: MaybeText = None
-    """of shards without a manifest: gpt2, another tiktoken name, a tokenizer.json, byte"""
-    vocab_size: MaybeCount = None
-    """ids of shards without a manifest and without a tokenizer"""
-    json: Path | None = None
-    """also write the checks to this file"""
-
-    def check(self) -> None:
-        """Raise InputError, naming the flag, where the values are impossible."""
-        if not self.dirs:
-            raise InputError("check.py data: name what to check, as in python check.py data ./data")
-        for name in ("ctx", "window", "vocab_size"):
-            if getattr(self, name) == 0:
-                raise InputError(f"{flag(name)} 0: must be at least 1")
-        if self.window is not None and not 8 <= self.window <= 1 << 16:
-            raise InputError(f"--window {self.window}: must be 8 .. 65,536 tokens; shorter ones recur in any text")
-        if not 0 <= self.max_overlap <= 1:
-            raise InputError(f"--max-overlap {self.max_overlap}: a share, 0 .. 1")
-        if self.json is not None and not self.json.resolve().parent.is_dir():
-            raise InputError(f"--json {self.json}: no such directory to write to; make it first")
-
-
-@dataclass
-class CheckCkptConfig:
-    """List the checkpoints of a run and verify each: sizes, sha256, names and shapes against the run's model."""
-
-    dirs: tyro.conf.Positional[Texts] = ()
-    """run directories (all their checkpoints), or step_N directories"""
-    deep: bool = False
-    """also read every tensor: all must be finite"""
-    json: Path | None = None
-    """also write the checks to this file"""
-
-    def check(self) -> None:
-        """Raise InputError, naming the flag, where the values are impossible."""
-        _check_dirs("ckpt", self.dirs, self.json)
-
-
-@dataclass
-class CheckRunConfig:
-    """Show what a run is and what happened to it, and check that its records agree: contract, metrics, receipt."""
-
-    dirs: tyro.conf.Positional[Texts] = ()
-    """run directories, as --ckpt-dir named them"""
-    json: Path | None = None
-    """also write the checks to this file"""
-
-    def check(self) -> None:
-        """Raise InputError, naming the flag, where the values are impossible."""
-        _check_dirs("run", self.dirs, self.json)
-
-
-def _check_dirs(word: str, dirs: tuple[str, ...], json: Path | None) -> None:
-    if not dirs:
-        raise InputError(f"check.py {word}: name what to check, as in python check.py {word} ./ckpt")
-    if json is not None and not json.resolve().parent.is_dir():
-        raise InputError(f"--json {json}: no such directory to write to; make it first")
 
 
 def layered(base: TrainConfig) -> TrainConfig:

@@ -134,6 +134,26 @@ def open_foreign(
     )
 
 
+def sides_told(spec: str | Path) -> set[str]:
+    """The sides, "train" or "val", that names of the shards `spec` names tell."""
+    return {side for path in _files(spec) if (side := _side(path)) is not None}
+
+
+def open_whole(spec: str, data_dtype: str = "auto", vocab_size: int | None = None) -> Foreign:
+    """All shards that `spec` names as one stream, whatever side their names tell: streams has "all" alone. Arguments
+    and InputErrors as `open_foreign`'s."""
+    notes: list[str] = []
+    files = _files(spec)
+    _refuse_unfinished(files)
+    part = _describe("all", files, data_dtype, vocab_size, notes)
+    dtype = np.dtype(part.dtype).newbyteorder("<")
+    stream = TokenStream("all", part.shards, dtype, vocab_size or 1 << (8 * dtype.itemsize), None, "")
+    stream.digest = sampled_digest(stream)
+    named = part.tokenizer if part.format == "llm.c" else None
+    known = LLMC_VOCABULARY[named] if named else None
+    return Foreign(part.format, {"all": stream}, _tokenizer(part, files, notes), part.dtype, "", notes, named, known)
+
+
 def sampled_digest(stream: TokenStream) -> str:
     """ "sampled-" and the sha256 of dtype, tokens, and 64 evenly spread blocks of 64 KiB of the stream (all of a small
     one): it comes at once, for any size and any cut into files. Content between the blocks is not seen."""

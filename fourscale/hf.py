@@ -1,16 +1,21 @@
-"""Names and shapes between our model and transformers': pure functions, one table for both directions.
+"""Names, shapes and configurations between our model and transformers': pure functions, one table for both directions.
 
-`gpt2` is GPT2LMHeadModel; `modern` is LlamaForCausalLM, or Qwen3ForCausalLM where queries and keys are normalised.
-Only the real rows of the vocabulary leave: the padded ones exist for speed.
+`gpt2` is GPT2LMHeadModel; `modern` is LlamaForCausalLM, or Qwen3ForCausalLM where queries and keys are normalised, or
+MistralForCausalLM (without its window) where the heads' width is none that Llama's configuration allows. Only the real
+rows of the vocabulary leave: the padded ones exist for speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fourscale.cli import InputError
 from fourscale.config import ModelConfig
 
 GPT2_NAMES = {
@@ -47,7 +52,10 @@ def architecture(cfg: ModelConfig) -> str:
     """The transformers class that computes what this model computes."""
     if cfg.arch == "gpt2":
         return "GPT2LMHeadModel"
-    return "Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"
+    if cfg.qk_norm:
+        return "Qwen3ForCausalLM"
+    # Llama's configuration refuses a width that the heads don't divide, whatever theirs is.
+    return "MistralForCausalLM" if cfg.d_model % cfg.n_heads else "LlamaForCausalLM"
 
 
 def their_names(name: str, cfg: ModelConfig) -> list[str]:
@@ -89,21 +97,48 @@ def to_hf(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
     return out
 
 
-def hf_config(cfg: ModelConfig, eot_id: int) -> dict[str, Any]:
-    """The content of config.json. Dropout is a matter of training and left at 0."""
+def from_hf(name: str, read: Callable[[str], Tensor], cfg: ModelConfig) -> Tensor:
+    """One of our parameters by its name, fp32 in its full shape, padded rows zero; `read` gives transformers' tensors.
+
+    Holds what it reads and what it returns. Raises KeyError for a parameter that has no counterpart.
+    """
+    parts = [read(theirs) for theirs in their_names(name, cfg)]
+    t = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if is_transposed(name, cfg):
+        t = t.T
+    if name not in ("wte.weight", "head.weight"):
+        return t.float().contiguous()
+    out = torch.zeros(cfg.padded_vocab, t.shape[1])
+    out[: len(t)] = t
+    return out
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------------
+
+MODEL_TYPES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen3ForCausalLM": "qwen3",
+}
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def hf_config(cfg: ModelConfig, eot_id: int | None, dtype: str = "fp32") -> dict[str, Any]:
+    """The content of config.json; dtype: that of the weights. Dropout is a matter of training and left at 0."""
     shared = {
         "architectures": [architecture(cfg)],
+        "model_type": MODEL_TYPES[architecture(cfg)],
         "vocab_size": cfg.vocab_size,
         "tie_word_embeddings": cfg.tie,
         "bos_token_id": eot_id,
         "eos_token_id": eot_id,
         "initializer_range": 0.02,
-        "torch_dtype": "float32",
+        "torch_dtype": TORCH_NAMES[dtype],
         "use_cache": True,
     }
     if cfg.arch == "gpt2":
         return shared | {
-            "model_type": "gpt2",
             "n_positions": cfg.ctx,
             "n_embd": cfg.d_model,
             "n_layer": cfg.n_layers,
@@ -115,10 +150,14 @@ def hf_config(cfg: ModelConfig, eot_id: int) -> dict[str, Any]:
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
         }
-    llama = {"model_type": "llama", "mlp_bias": False}
+    own = {
+        "llama": {"attention_bias": False, "mlp_bias": False},
+        "qwen3": {"attention_bias": False, "use_sliding_window": False},
+        "mistral": {"sliding_window": None},
+    }
     return (
         shared
-        | ({"model_type": "qwen3", "use_sliding_window": False} if cfg.qk_norm else llama)
+        | own[shared["model_type"]]
         | {
             "hidden_size": cfg.d_model,
             "intermediate_size": cfg.d_ff,
@@ -129,12 +168,150 @@ def hf_config(cfg: ModelConfig, eot_id: int) -> dict[str, Any]:
             "hidden_act": "silu",
             "max_position_embeddings": cfg.ctx,
             "rms_norm_eps": cfg.norm_eps,
-            "rope_theta": cfg.rope_theta,  # where transformers 4 reads it
-            "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},  # where transformers 5 does
-            "attention_bias": False,
+            **_rope_tables(cfg),
             "attention_dropout": 0.0,
         }
     )
+
+
+def _rope_tables(cfg: ModelConfig) -> dict[str, Any]:
+    """Rotary positions where transformers 5 reads them (rope_parameters) and where 4 does."""
+    scaling = {"rope_type": "default"}
+    if (stretch := cfg.rope_stretch()) is not None:
+        kind, numbers = stretch
+        scaling = {"rope_type": kind, **dict(zip(ROPE_NUMBERS, numbers, strict=False))}
+        if kind == "llama3":
+            scaling[ROPE_NUMBERS[3]] = int(numbers[3])
+    tables = {"rope_theta": cfg.rope_theta, "rope_parameters": {**scaling, "rope_theta": cfg.rope_theta}}
+    return tables | ({} if stretch is None else {"rope_scaling": scaling})
+
+
+ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+# Per model type: what a key means where it is absent, and the values under which our model computes the same.
+SAME: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+        "scale_attn_weights": (True, (True,)),
+        "scale_attn_by_inverse_layer_idx": (False, (False,)),
+        "reorder_and_upcast_attn": (False, (False,)),
+        "add_cross_attention": (False, (False,)),
+    },
+    "llama": {"attention_bias": (False, (False,)), "mlp_bias": (False, (False,))},
+    "mistral": {"sliding_window": (4096, (None,))},
+    "qwen3": {"attention_bias": (False, (False,)), "use_sliding_window": (False, (False, None))},
+}
+SAME_ALL: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "quantization_config": (None, (None,)),
+    "is_encoder_decoder": (False, (False,)),
+    "partial_rotary_factor": (None, (None, 1)),
+}
+# Per model type: the key of each of our fields, and what it means where it is absent.
+SHAPES: dict[str, dict[str, tuple[str, Any]]] = {
+    "gpt2": {
+        "ctx": ("n_positions", 1024),
+        "d_model": ("n_embd", 768),
+        "n_layers": ("n_layer", 12),
+        "n_heads": ("n_head", 12),
+        "d_ff": ("n_inner", None),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "vocab_size": ("vocab_size", 50257),
+        "tie": ("tie_word_embeddings", True),
+    },
+    "llama": {
+        "ctx": ("max_position_embeddings", 2048),
+        "d_model": ("hidden_size", 4096),
+        "n_layers": ("num_hidden_layers", 32),
+        "n_heads": ("num_attention_heads", 32),
+        "n_kv_heads": ("num_key_value_heads", None),
+        "d_head": ("head_dim", None),
+        "d_ff": ("intermediate_size", 11008),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+        "vocab_size": ("vocab_size", 32000),
+        "tie": ("tie_word_embeddings", False),
+    },
+}
+SHAPES["mistral"] = SHAPES["llama"] | {
+    "ctx": ("max_position_embeddings", 131072),
+    "n_kv_heads": ("num_key_value_heads", 8),
+    "d_ff": ("intermediate_size", 14336),
+}
+SHAPES["qwen3"] = SHAPES["llama"] | {
+    "ctx": ("max_position_embeddings", 32768),
+    "n_kv_heads": ("num_key_value_heads", 32),
+    "d_head": ("head_dim", 128),
+    "d_ff": ("intermediate_size", 22016),
+    "vocab_size": ("vocab_size", 151936),
+}
+
+
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Our model of a config.json; absent keys mean what they mean to transformers, keys that change nothing are let be.
+
+    Raises InputError naming the key and its value where our model would not compute the same.
+    """
+    kind = config.get("model_type")
+    if kind not in SHAPES:
+        raise InputError(f"model_type {kind!r}: not supported; what can be read is {', '.join(SHAPES)}")
+    acts = {} if kind == "gpt2" else {"hidden_act": ("silu", ("silu", "swish"))}
+    for key, (absent, same) in (SAME[kind] | acts | SAME_ALL).items():
+        value = config.get(key, absent)
+        if value not in same:
+            raise InputError(f"{key} {_brief(value)}: not supported; our model computes {key} {_brief(same[0])}")
+    layers = config.get("layer_types") or []
+    if other := [x for x in layers if x != "full_attention"]:
+        raise InputError(f"layer_types {_brief(other[0])}: not supported; our model has full_attention alone")
+    shape = {ours: config.get(key, absent) for ours, (key, absent) in SHAPES[kind].items()}
+    for ours, value in shape.items():
+        key, _ = SHAPES[kind][ours]
+        if value is None and ours in ("n_kv_heads", "d_head", "d_ff"):
+            continue  # null, as if it were absent
+        wanted = {"norm_eps": (float, int), "tie": (bool,)}.get(ours, (int,))
+        if type(value) not in wanted or (ours != "tie" and not 0 < value < math.inf):
+            raise InputError(f"{key} {_brief(value)}: not a value it can have; restore the config.json")
+    shape["norm_eps"] = float(shape["norm_eps"])
+    shape["n_kv_heads"] = shape.get("n_kv_heads") or shape["n_heads"]
+    shape["d_ff"] = shape["d_ff"] or 4 * shape["d_model"]
+    if shape.get("d_head") == shape["d_model"] / shape["n_heads"]:
+        shape["d_head"] = None
+    cfg = ModelConfig("gpt2" if kind == "gpt2" else "modern", qk_norm=kind == "qwen3", **shape)
+    if kind != "gpt2":
+        theta, scaling = _rope_of(config)
+        cfg = dataclasses.replace(cfg, rope_theta=theta, rope_scaling=scaling)
+    try:
+        cfg.check()
+    except InputError as e:
+        raise InputError(f"a shape that our model can't have ({e})") from None
+    return cfg
+
+
+def _rope_of(config: Mapping[str, Any]) -> tuple[float, str | None]:
+    """Base and stretch of the rotary frequencies, from rope_parameters, or rope_theta and rope_scaling."""
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers 5 prefers the older
+    theta = table.get("rope_theta") if isinstance(table, dict) else None
+    theta = config.get("rope_theta", 10_000.0) if theta is None else theta
+    if not isinstance(table, dict) or type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise InputError(f"rope_parameters {_brief(table or theta)}: not a value it can have; restore the config.json")
+    kind = table.get("rope_type", table.get("type", "default"))
+    names = {"default": (), "linear": ROPE_NUMBERS[:1], "llama3": ROPE_NUMBERS}.get(kind)
+    if any(isinstance(value, dict) for value in table.values()) or names is None:
+        what = "one a layer type" if names else f"rope_type {_brief(kind)}"
+        raise InputError(f"rope_parameters {what}: not supported; our model knows default, linear and llama3")
+    if (share := table.get("partial_rotary_factor")) not in (None, 1):
+        raise InputError(f"partial_rotary_factor {share}: not supported; our model turns whole heads")
+    absent = {ROPE_NUMBERS[3]: config.get("original_max_position_embeddings", config.get("max_position_embeddings"))}
+    numbers = [table.get(name, absent.get(name)) for name in names]
+    if any(type(x) not in (int, float) for x in numbers):
+        raise InputError(f"rope_parameters {_brief(table)}: lacks one of {', '.join(names)}; restore the config.json")
+    return float(theta), f"{kind}:{','.join(repr(float(x)).removesuffix('.0') for x in numbers)}" if names else None
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- the tokenizer's -----------------------------------------------------------------------------------------------
 
 
 def tokenizer_config(eot_token: str, ctx: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The residual stream, the norms and the loss are fp32 under autocast, in every mo
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import math
@@ -51,14 +52,15 @@ def rotary_tables(n_tokens: int, cfg: ModelConfig, device: torch.device) -> tupl
     longer than CTX / LOW tokens, none shorter than CTX / HIGH, and blends between (Grattafiori et al. 2024,
     arXiv:2407.21783, and the code published with it).
     """
-    freq = cfg.rope_theta ** -(torch.arange(0, cfg.head_dim, 2, device=device, dtype=torch.float32) / cfg.head_dim)
+    # Operations in transformers' order: at position 100,000, an ulp of a frequency is a hundredth of a radian.
+    freq = 1.0 / cfg.rope_theta ** (torch.arange(0, cfg.head_dim, 2, device=device, dtype=torch.float32) / cfg.head_dim)
     if (stretch := cfg.rope_stretch()) is not None:
         kind, (factor, *bounds) = stretch
         kept = torch.zeros_like(freq)  # share of each frequency that isn't stretched
         if kind == "llama3":
             low, high, ctx = bounds
-            kept = ((ctx * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        freq = kept * freq + (1 - kept) * freq / factor
+            kept = ((ctx / (2 * math.pi / freq) - low) / (high - low)).clamp(0, 1)
+        freq = (1 - kept) * freq / factor + kept * freq
     angle = torch.outer(torch.arange(n_tokens, device=device, dtype=torch.float32), freq)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
@@ -134,9 +136,12 @@ def document_mask(starts: Tensor, head_dim: int, dropout: float) -> Tensor | Blo
         return create_block_mask(visible_from(starts), B, None, T, T, device=device)
     window, token = torch.arange(B, device=device).view(B, 1, 1, 1), torch.arange(T, device=device)
     seen = visible_from(starts)(window, None, token[:, None], token)
-    lowered = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if lowered else torch.float32
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+    return torch.zeros_like(seen, dtype=attention_dtype(device)).masked_fill_(~seen, -math.inf)
+
+
+def attention_dtype(device: torch.device) -> torch.dtype:
+    """Of queries, keys and values: autocast's where that is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, gqa: bool) -> Tensor:
@@ -146,6 +151,74 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, gqa: bool) -> 
     else:
         _, attend = compiled_flex()
     return attend(q, k, v, block_mask=mask, enable_gqa=gqa)
+
+
+# ---- reading token by token ----------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Keys and values of the tokens that B rows have read, so that a forward reads new ones alone (Pope et al. 2022,
+    arXiv:2211.05102). Rows have lengths of their own; cache[a:b] is the cache of those rows, in the same memory.
+
+    All memory is taken at once: 2 n_layers B K size C numbers in attention's dtype, for at most `size` tokens a row.
+    """
+
+    def __init__(self, cfg: ModelConfig, rows: int, size: int, device: torch.device) -> None:
+        shape = (cfg.n_layers, 2, rows, cfg.n_kv_heads, size, cfg.head_dim)
+        # Zeros: what stands beyond a row's length has no weight, but 0 times NaN is NaN.
+        self.kv = torch.zeros(shape, dtype=attention_dtype(device), device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64)  # on the CPU, where keys are cut to the longest
+        self.starts = torch.zeros(rows, dtype=torch.int64, device=device)  # where each row's document begins
+        self.rope = rotary_tables(size, cfg, device) if cfg.arch == "modern" else None
+        self.eot_id = cfg.eot_id if cfg.doc_mask else None
+
+    def __getitem__(self, rows: slice) -> Cache:
+        part = copy.copy(self)
+        part.kv, part.lengths, part.starts = self.kv[:, :, rows], self.lengths[rows], self.starts[rows]
+        return part
+
+    def clear(self) -> None:
+        """Forget all that was read."""
+        self.lengths.zero_()
+        self.starts.zero_()
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Let one row hold what another does."""
+        n = int(self.lengths[source])
+        self.kv[:, :, target, :, :n] = self.kv[:, :, source, :, :n]
+        self.lengths[target], self.starts[target] = n, self.starts[source]
+
+    def places(self, idx: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor]:
+        """`GPT.places` of one more token a row, int64 [B, 1]: positions [B, 1], the rotary tables [B, 1, 1, C], and a
+        mask [B, 1, 1, L] over the L slots of the longest row: a token sees its document up to itself."""
+        device = idx.device
+        self.at = self.lengths.to(device)  # slot of the new token
+        self.longest = int(self.lengths.max()) + 1
+        if self.eot_id is not None:
+            self.starts.copy_(torch.where(idx[:, 0] == self.eot_id, self.at, self.starts))
+        slots, positions = torch.arange(self.longest, device=device), (self.at - self.starts)[:, None]
+        seen = (self.starts[:, None] <= slots) & (slots <= self.at[:, None])
+        mask = torch.zeros_like(seen, dtype=self.kv.dtype).masked_fill_(~seen, -math.inf)[:, None, None]
+        return positions, self.rope and tuple(table[positions][:, None] for table in self.rope), mask
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v of new tokens, [B, K, T, C] each; returns those of all that is held, [B, K, L, C] each.
+
+        One token goes to its row's slot `at`; several are the first of rows that hold nothing.
+        """
+        keys, values = self.kv[layer]
+        if (T := k.shape[2]) > 1:
+            keys[:, :, :T], values[:, :, :T] = k, v
+            return k, v
+        rows = torch.arange(len(k), device=k.device)
+        keys[rows, :, self.at], values[rows, :, self.at] = k[:, :, 0], v[:, :, 0]
+        return keys[:, :, : self.longest], values[:, :, : self.longest]
+
+    def advance(self, idx: Tensor) -> None:
+        """Count idx, int64 [B, T], as read."""
+        if self.eot_id is not None and idx.shape[1] > 1:
+            self.starts.copy_(document_starts(idx, self.eot_id)[:, -1])
+        self.lengths += idx.shape[1]
 
 
 # ---- the network ---------------------------------------------------------------------------------------------------
@@ -164,7 +237,13 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.head_dim, cfg) if cfg.qk_norm else None
         self.dropout = cfg.dropout
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | BlockMask | None = None,
+        extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)  # [B, H | K | K, T, C]
@@ -172,14 +251,19 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        if extend is not None:
+            k, v = extend(k, v)  # [B, K, L, C] with all that was read before
         dropout = self.dropout if self.training else 0.0
         gqa = self.kv_heads != self.heads
         if mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, dropout_p=dropout)
         elif isinstance(mask, Tensor):
-            if gqa:  # CUDA's kernels that save memory take a mask or grouped heads, not both
+            if gqa and T == 1:  # the heads of a group are so many queries of the same keys: nothing is copied
+                q = q.reshape(B, self.kv_heads, -1, self.head_dim)
+            elif gqa:  # CUDA's kernels that save memory take a mask or grouped heads, not both
                 k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+            y = y.reshape(B, self.heads, T, self.head_dim)
         else:
             y = attend_flex(q, k, v, mask, gqa)
         return self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
@@ -240,10 +324,17 @@ class Block(nn.Module):
         self.dropout = cfg.dropout
         self.act_ckpt = act_ckpt
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | BlockMask | None = None,
+        extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         # Two names, so that --compile can replace what training runs, whose shapes never change, and leave the rest.
-        run = self.train_forward if self.training and torch.is_grad_enabled() else self.plain_forward
-        return run(x, rope, mask)
+        if self.training and torch.is_grad_enabled():
+            return self.train_forward(x, rope, mask)
+        return self.plain_forward(x, rope, mask, extend)
 
     def train_forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None
@@ -256,9 +347,13 @@ class Block(nn.Module):
         return checkpoint(self.plain_forward, x, rope, mask, **options)
 
     def plain_forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None = None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | BlockMask | None = None,
+        extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        x = x + F.dropout(self.attn(self.attn_norm(x), rope, mask), self.dropout, self.training)
+        x = x + F.dropout(self.attn(self.attn_norm(x), rope, mask, extend), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
@@ -275,22 +370,31 @@ class GPT(nn.Module):
         # A tied head is the embedding itself, not a second name for it: nothing to re-tie, nothing saved twice.
         self.head = None if cfg.tie else nn.Linear(cfg.d_model, cfg.padded_vocab, bias=False)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, last_only: bool = False) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, last_only: bool = False, cache: Cache | None = None
+    ) -> Tensor:
         """Logits, or each window's summed loss.
 
         idx int64 [B, T], T <= ctx for gpt2. Without targets: fp32 logits [B, T, V] ([B, 1, V] with last_only). With
         targets int64 [B, T], IGNORE where unsupervised: fp32 [B], the sum of each window's token losses in nats. The
         padded rows of the vocabulary take no part in either. With cfg.doc_mask, attention and positions begin anew at
         each end-of-text token of idx.
+
+        With a cache, in evaluation mode: idx are new tokens of its rows, and see what those have read. One token a row,
+        or several as the first of rows that have read nothing; ValueError otherwise.
         """
         cfg, T = self.cfg, idx.shape[1]
+        if cache is not None and (self.training or (T > 1 and cache.lengths.any())):
+            raise ValueError("a cache takes one token a row, or the first tokens of empty rows, in evaluation mode")
         x = self.wte(idx).float()  # [B, T, D]
-        positions, rope, mask = self.places(idx)
+        positions, rope, mask = self.places(idx) if cache is None or T > 1 else cache.places(idx)
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if positions is None else self.wpe(positions))
         x = F.dropout(x, cfg.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, rope, mask)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, mask) if cache is None else block(x, rope, mask, functools.partial(cache.extend, i))
+        if cache is not None:
+            cache.advance(idx)
         x = self.norm(x[:, -1:] if last_only else x)
         head = self.wte.weight if self.head is None else self.head.weight
         logits = F.linear(x, head)[..., : self.cfg.vocab_size].float()  # [B, T, V]: padded ids don't exist from here on

@@ -32,6 +32,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     run = rundir.read_json(run_dir / "run.json")
     if run.get("format") != rundir.FORMAT:
         raise InputError(f"{run_dir / 'run.json'}: format {run.get('format')}, this version reads {rundir.FORMAT}")
+    if "imported" in run:
+        return rundir.read_run(run_dir)
     if lacking := [k for k in (*rundir.CONTRACT, "config", "attempts") if k not in run]:
         raise InputError(f"{run_dir / 'run.json'}: lacks {lacking[0]}; restore the file")
     return run
@@ -48,7 +50,7 @@ def tokenizer_finding(run_dir: Path, run: dict[str, Any]) -> Finding:
     """Whether the run's tokenizer is there and the one that it was trained with."""
     entry = run["tokenizer"]
     if entry is None:
-        return "note", "tokenizer", "none: the run was trained on bare ids"
+        return "note", "tokenizer", f"none: the {'source had' if 'imported' in run else 'run was trained on'} bare ids"
     try:
         tokenization.load(run_dir, entry)
     except InputError as e:
@@ -70,6 +72,8 @@ def contract(run: dict[str, Any]) -> Iterator[Finding]:
     shape = f"{cfg.n_layers} layers x {cfg.d_model} wide, {heads}, d_ff {cfg.d_ff:,}, ctx {cfg.ctx:,}"
     words = ", ".join([cfg.arch, shape, f"{cfg.vocab_size:,} ids", *extras])
     yield "note", "model", f"{words}: {size.total:,} parameters"
+    if "imported" in run:
+        return
     paths = run["attempts"][-1].get("data") or run["config"].get("data") or []
     paths = [paths] if isinstance(paths, str) else paths
     for i, (name, part) in enumerate(rundir.data_parts(run["data"]).items()):
@@ -108,8 +112,28 @@ def contract(run: dict[str, Any]) -> Iterator[Finding]:
         yield "note", "also", take(*t)
 
 
+def imported(run: dict[str, Any]) -> Iterator[Finding]:
+    """Where an imported model comes from, and how it was compared."""
+    if not (source := run.get("imported")):
+        return
+    revision = f" at {source['revision'][:12]}" if source.get("revision") else ""
+    kind = f", weights in {source['dtype']}" if "dtype" in source else ""
+    place = f"{source['source']}{revision} (digest {source['digest'][:12]}{kind})"
+    yield "note", "imported", f"{place}; not trained further"
+    if logits := source.get("logits"):
+        words = f"largest difference of logits {logits['difference']:.2g} over {logits['tokens']:,} tokens"
+        yield "note", "imported", f"{words} (largest logit {logits['largest']:.3g})"
+    if source.get("adds"):
+        yield "note", "imported", f"its tokenizer puts {source['adds']} each text of its own; here, none is added"
+
+
 def branch(run: dict[str, Any]) -> Iterator[Finding]:
-    """Where a branched run comes from, and what it changed."""
+    """Where a run's state or weights come from, and what it changed."""
+    if begun := run.get("init"):
+        place = f"{begun['from']} (digest {begun['digest'][:12]})"
+        yield "note", "origin", f"began with the weights of {place}"
+        for line in begun.get("differences", []):
+            yield "note", "origin", f"differs: {line}"
     if not (origin := run.get("origin")):
         return
     place = f"{origin['from']} (digest {origin['digest'][:12]})"
@@ -127,7 +151,8 @@ def attempts(run: dict[str, Any]) -> Iterator[Finding]:
     before = None
     for i, a in enumerate(run["attempts"], 1):
         words = [f"{a['world_size']} x {a['device']}", a["parallel"]]
-        words.append(f"{a['local_bsz']} windows x {a['grad_accum']} micro-batches a rank")
+        micro = f"{a['grad_accum']} micro-batch{'es' * (a['grad_accum'] != 1)}"
+        words.append(f"{a['local_bsz']} windows x {micro} a rank")
         words += [a["host"]] if "host" in a else []
         words += [
             f"torch {a['torch']}",

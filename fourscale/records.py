@@ -110,6 +110,9 @@ Origin = TypedDict(
 )
 
 
+Init = TypedDict("Init", {"named": str, "from": str, "digest": str, "update": int | None, "differences": list[str]})
+
+
 class _RunRequired(TypedDict):
     model: ModelConfig
     tokenizer: Tokenizer | None
@@ -121,6 +124,26 @@ class _RunRequired(TypedDict):
 
 class Run(_RunRequired, total=False):
     origin: Origin
+    init: Init
+
+
+class _ImportedRequired(TypedDict):
+    source: str
+    digest: str
+
+
+class Imported(_ImportedRequired, total=False):
+    revision: str | None
+    dtype: str
+    special_ids: dict[str, Any]
+    adds: str
+    logits: dict[str, Any]
+
+
+class ImportedRun(TypedDict):  # of import_hf.py: weights that nobody trained here
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    imported: Imported
 
 
 _WORDS = {int: "a count", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "a value"}

@@ -20,10 +20,9 @@ import torch
 from fourscale import checkpoint, optim
 from fourscale.budget import Origin
 from fourscale.cli import InputError
-from fourscale.config import ModelConfig, TrainConfig, layered, model_from_dict
+from fourscale.config import ModelConfig, TrainConfig, model_from_dict
 from fourscale.model import GPT
-from fourscale.parallel import Topology
-from fourscale.records import Digests, Run, Shape, Step, misfit
+from fourscale.records import Digests, ImportedRun, Run, Shape, Step, misfit
 from fourscale.tokenization import Tokenizer
 from fourscale.tokenization import load as load_saved_tokenizer
 
@@ -146,16 +145,21 @@ def read_step(directory: Path) -> dict[str, Any]:
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """run.json, with every field that is read of it in its type. Raises InputError."""
+    """run.json, with every field that is read of it in its type; of an imported model, tables of its training are
+    empty. Raises InputError."""
     path, way = run_dir / "run.json", "restore it or start in another directory"
     run = read_json(path)
     if run.get("format") != FORMAT:
         raise InputError(f"{path}: format {run.get('format')}, this version reads {FORMAT}; {way}")
-    fault = misfit(run, Run)
-    if not fault and "parts" not in run["data"]:
-        fault = misfit(run["data"], Digests, "data")
-    if not fault and not run["attempts"]:
-        fault = "attempts is empty"
+    if "imported" in run:
+        fault = misfit(run, ImportedRun)
+        run = {"data": {"parts": {}}, "training": {}, "config": {}, "attempts": []} | run
+    else:
+        fault = misfit(run, Run)
+        if not fault and "parts" not in run["data"]:
+            fault = misfit(run["data"], Digests, "data")
+        if not fault and not run["attempts"]:
+            fault = "attempts is empty"
     if fault := fault or misfit(run["model"], Shape, "model"):
         raise InputError(f"{path}: {fault}; {way}")
     try:
@@ -312,113 +316,6 @@ def _tokenizer_name(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "none"
     return f"sha256 {entry['sha256'][:16]}… of {entry['vocab_size']:,} ids"
-
-
-def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
-    """The run's own flags, as the defaults of a resume, with what belongs to this launch taken from `flags`.
-
-    grad_accum is left open: it is derived from the run's global batch for the ranks there are.
-    """
-    table = dict(run["config"])
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
-    if unknown := sorted(set(table) - known):
-        raise InputError(f"run.json: config has unknown fields {', '.join(unknown)}; written by a newer version?")
-    for name, value in table.items():
-        if isinstance(getattr(flags, name), Path) and value is not None:
-            table[name] = Path(value)
-    table["data"] = (table["data"],) if isinstance(table["data"], str) else tuple(table["data"])
-    table["model"] = model_from_dict(table["model"])
-    table = {k: v for k, v in BEFORE.items() if k not in table} | table
-    launch = ("grad_accum", "stop_after", "config", "resume_step", "branch_from", "expect_world_size")
-    here = {k: getattr(flags, k) for k in ("ckpt_dir", "resume", "branch_from")}
-    return TrainConfig(**(table | dict.fromkeys(launch) | here))
-
-
-def recall(flags: TrainConfig) -> TrainConfig:
-    """The flags of this launch: on a resume the run's own, then the recipe's, then the command line's; on a branch, in
-    place of the run's own, those of the run that it leaves."""
-    if flags.resume_step is not None and flags.resume == "never":
-        raise InputError(f"--resume-step {flags.resume_step}: goes with --resume auto or must")
-    steps = step_dirs(flags.ckpt_dir) if flags.resume != "never" else []
-    if steps:
-        run = read_run(flags.ckpt_dir)  # the newest checkpoint may be damaged, and --resume-step name another
-    elif flags.branch_from is not None:
-        run = _parent(flags.branch_from).run
-    else:
-        return flags
-    own = config_of(run, flags)
-    merged = layered(own)
-    if steps:
-        _same_branch(flags, run)
-        merged = dataclasses.replace(merged, grad_accum=None)  # follows from the ranks
-    # What the run had derived itself follows what is asked for now.
-    if merged.lr != own.lr and merged.min_lr == own.min_lr == own.lr / 10:
-        merged = dataclasses.replace(merged, min_lr=None)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    fits = merged.parallel == "hsdp" and merged.shard_size and world % merged.shard_size == 0
-    if merged.shard_size == own.shard_size and not fits:
-        merged = dataclasses.replace(merged, shard_size=None)
-    if any(int(os.environ.get(f"{launcher}_RESTART_COUNT") or 0) for launcher in ("TORCHELASTIC", "SLURM")):
-        merged = dataclasses.replace(merged, resume_step=None)  # the same command again: it has gone back once
-    return merged if merged.dtype != "auto" else dataclasses.replace(merged, dtype=run["training"]["dtype"])
-
-
-def _same_branch(flags: TrainConfig, run: dict[str, Any]) -> None:
-    """A restart may repeat --branch-from as it was; a run that began elsewhere isn't made one by it."""
-    if flags.branch_from is None:
-        return
-    came_from = run.get("origin", {}).get("from")
-    named = flags.branch_from.resolve()  # a step, the file `best` beside it, or the run directory
-    if came_from is None or not ({named, named.parent} & {Path(came_from), Path(came_from).parent}):
-        begun = f"branched from {came_from}" if came_from else "was started from scratch"
-        raise InputError(
-            f"--branch-from {flags.branch_from}: the run in {flags.ckpt_dir} {begun}; "
-            "leave the flag out to go on with it, or choose another --ckpt-dir"
-        )
-
-
-def _parent(path: Path) -> Checkpoint:
-    try:
-        return open_checkpoint(path)
-    except InputError as e:
-        raise InputError(str(e).replace("--ckpt", "--branch-from", 1)) from None
-
-
-def branch_point(flags: TrainConfig, topology: Topology) -> Checkpoint | None:
-    """The checkpoint that a new run begins from, verified; None without --branch-from. Collective."""
-    if flags.branch_from is None:
-        return None
-    directory = topology.from_main(lambda: _parent(flags.branch_from).dir)
-    ckpt, fault = None, None
-    try:  # another node may not see it
-        ckpt = open_checkpoint(directory)
-        mine = sorted(ckpt.step["files"])[topology.rank :: topology.world_size]
-        fault = checkpoint.damage(ckpt.dir, ckpt.step["files"], mine)
-    except InputError as e:
-        fault = str(e)
-    if faults := [f for f in topology.gather(fault) if f]:
-        raise InputError(f"--branch-from: {faults[0]}; name another checkpoint")
-    return ckpt
-
-
-def origin_of(ckpt: Checkpoint | None, parent: Checkpoint | None) -> Origin:
-    """The clock at which the run began: the parent's of a new branch, what run.json says on a resume, else zeros."""
-    if parent is not None:
-        return parent.clock
-    entry = ckpt.run.get("origin") if ckpt is not None else None
-    return Origin(entry["update"], entry["samples_seen"], entry["tokens"]) if entry else Origin()
-
-
-def origin_entry(ckpt: Checkpoint, run: dict[str, Any]) -> dict[str, Any]:
-    """run.json's `origin` of a branch: where it comes from and what differs. Raises InputError for what a branch can't
-    change, since weights or optimizer state would mean something else."""
-    diff = differences(ckpt.run, run)
-    for fixed in ("the data's tokenizer", "optimizer"):
-        if found := next((line for line in diff if line.startswith(f"{fixed}:")), None):
-            raise InputError(f"--branch-from {ckpt.dir}: {found}; a branch keeps it: start a new run without the flag")
-    place = {"from": str(ckpt.dir), "digest": digest(ckpt)}
-    clock = {"update": ckpt.clock.update, "samples_seen": ckpt.clock.samples, "tokens": ckpt.clock.tokens}
-    return place | clock | {"differences": diff}
 
 
 def as_table(cfg: TrainConfig) -> dict[str, Any]:

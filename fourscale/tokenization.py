@@ -94,6 +94,11 @@ class Tokenizer:
             except Exception:  # no token for one of its characters: tokenizers raises bare Exception
                 pass
 
+    @property
+    def data(self) -> bytes:
+        """The content of its tokenizer.json."""
+        return self._data
+
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text, without end-of-text. Raises InputError for a lone surrogate or, by char, for a
         character outside the vocabulary."""
@@ -299,12 +304,20 @@ def build(spec: str, texts: Callable[[], Iterator[str]]) -> Tokenizer:
         return Tokenizer(kind, _train_bpe(_bpe_size(spec), texts()), EOT)
     if kind == "tokenizer.json":
         path = json_path(spec)
-        data = path.read_bytes()
         try:
-            return Tokenizer(kind, data, _eot_of(path, data))
+            return from_json(path, path.read_bytes())
         except InputError as e:
-            raise InputError(f"--tokenizer {path}: {e}") from None
+            raise InputError(f"--tokenizer {e}") from None
     return _from_tiktoken(kind.removeprefix("tiktoken:"))
+
+
+def from_json(path: Path, data: bytes, eos_id: int | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.json's content; path: where it lies or would. eos_id: of its end-of-text, where
+    neither a file beside it nor a known name tells. Raises InputError."""
+    try:
+        return Tokenizer("tokenizer.json", data, _eot_of(path, data, eos_id))
+    except InputError as e:
+        raise InputError(f"{path}: {e}") from None
 
 
 def json_path(spec: str) -> Path:
@@ -426,17 +439,20 @@ def _all_splits(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def _eot_of(path: Path, data: bytes) -> str:
+def _eot_of(path: Path, data: bytes, eos_id: int | None = None) -> str:
     """End-of-text of a tokenizer.json: what the tokenizer_config.json beside it says, or a known name."""
     config = path.with_name("tokenizer_config.json")
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
-        added = [token["content"] for token in json.loads(data).get("added_tokens", [])]
+        by_id = {token["id"]: token["content"] for token in json.loads(data).get("added_tokens") or []}
     except (ValueError, TypeError, AttributeError, KeyError) as e:
         raise InputError(f"not valid JSON of a tokenizer ({e})") from None
     if named:
         return named["content"] if isinstance(named, dict) else named
+    added = list(by_id.values())
     known = [name for name in EOT_NAMES if name in added]
+    if len(known) != 1 and eos_id in by_id:
+        return by_id[eos_id]
     if len(known) != 1:
         raise InputError(
             f"which token ends a document? its special tokens are {', '.join(added[:8]) or 'none'}; "

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL, command, environment, one_error, rows, run
 
-from fourscale import budget, rundir
+from fourscale import budget, origins, rundir
 from fourscale.cli import InputError, parse
 from fourscale.config import TrainConfig
 
@@ -310,7 +310,7 @@ def test_a_run_from_before_the_guards_goes_on_without_them(parent, tmp_path):
     for table in (old["training"], old["config"]):
         table.pop("skip_spikes")
         table.pop("skip_limit")
-    cfg = rundir.config_of(old, TrainConfig())
+    cfg = origins.config_of(old, TrainConfig())
     assert (cfg.skip_spikes, cfg.skip_limit) == (0.0, 10)
     new = json.loads(json.dumps(old))
     new["training"] |= {"skip_spikes": 0.0, "skip_limit": 10}

@@ -21,7 +21,9 @@ import eval_ppl
 from fourscale import audit, corpus, parallel, rundir, shards, tokenization
 from fourscale.budget import plan
 from fourscale.cli import InputError
-from fourscale.config import CheckDataConfig, EvalConfig, ModelConfig, TrainConfig
+from fourscale.config import ModelConfig, TrainConfig
+from fourscale.flags import CheckDataConfig, EvalConfig
+from fourscale.pretrained import open_pretrained
 
 BYTE = tokenization.build("byte", lambda: iter(()))
 # Runs of train.py one after the other in one process group: name -> flags. A line of JSON an argument list.
@@ -30,14 +32,14 @@ import dataclasses, gc, json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import train
-from fourscale import parallel, rundir
+from fourscale import parallel, origins
 from fourscale.cli import parse
 from fourscale.config import TrainConfig
 
 topology = parallel.start("ddp", "gloo")
 for line in Path(sys.argv[2]).read_text().splitlines():
     sys.argv = ["train.py", *json.loads(line)]
-    flags = rundir.recall(parse(TrainConfig))
+    flags = origins.recall(parse(TrainConfig))
     train.pretrain(flags, dataclasses.replace(topology, parallel=flags.parallel))
     gc.collect()  # and with the run its lock
 parallel.stop(topology)
@@ -240,7 +242,8 @@ def test_eval_ppl_shows_a_table_and_its_pool(sets, runs, tmp_path):
         sum(f["nats"] for f in table[:3]) / sum(f["tokens"] for f in table[:3])
     )
     assert foreign["nats"] == pytest.approx(web["nats"], rel=1e-6)  # the same ids
-    assert [f["bits_per_byte"] is None for f in table] == [False, False, True, True]
+    assert foreign["bits_per_byte"] == pytest.approx(web["bits_per_byte"], rel=1e-6)  # bytes counted by its tokens
+    assert None not in [f["bits_per_byte"] for f in table]
     assert [f["unigram_perplexity"] is None for f in table] == [False, False, True, True]
     assert code["data"] == str(sets / "code")
     assert f"note: --data {sets / 'nanogpt'}: shards without a manifest" in shown
@@ -369,7 +372,7 @@ def test_eval_ppl_says_what_is_malformed_in_a_line(sets, runs, tmp_path, change)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     words = r"manifest\.json: (its|lacks).*; restore it, or delete"
     with pytest.raises(InputError, match=words) as e:
-        eval_ppl.open_data(str(tmp_path / "code"), EvalConfig(), rundir.open_checkpoint(runs / "web"))
+        eval_ppl.open_data(str(tmp_path / "code"), EvalConfig(), open_pretrained(runs / "web"))
     assert "\n" not in str(e.value)
     if "dtype" in change:
         done = run("eval_ppl.py", "--data", tmp_path / "code", "--ckpt", runs / "web", "--backend", "gloo", code=2)

@@ -14,7 +14,7 @@ from fourscale import heldout, shards
 from fourscale import model as models
 from fourscale.cli import InputError
 from fourscale.config import ModelConfig
-from fourscale.generate import Decoding, generate, sample_generators
+from fourscale.generate import Decoding, Text, generate, sample_generator, window_start
 from fourscale.model import GPT, IGNORE, document_mask, document_starts, visible_from
 from fourscale.rundir import load_model, open_checkpoint
 
@@ -231,11 +231,11 @@ def test_the_id_must_be_known_and_in_the_vocabulary():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_generation_reads_a_prompt_as_training_did(shape):
-    """What stands before an end-of-text token of the prompt has no influence; a sliding window's start is a start."""
+    """What stands before an end-of-text token of the prompt has no influence; a window's start is a start."""
     model = built(shape)
 
     def greedy(prompt, n, of=model):
-        return [step[0] for step in generate(of, prompt, sample_generators(0, 0, 1), n, Decoding(0))]
+        return [text.ids[-1] for text in generate(of, [Text(prompt, sample_generator(0, prompt, 0))], n, Decoding(0))]
 
     document = [EOT, 5, 6, 7]
     texts = [greedy([*before, *document], 8) for before in ([], [1, 2, 3], [9] * 11)]
@@ -244,7 +244,7 @@ def test_generation_reads_a_prompt_as_training_did(shape):
     assert greedy([EOT], 6) == greedy([EOT], 6, free)  # an empty prompt: one document
     ids = [EOT, *range(40)]
     for token in greedy(ids, 10):
-        idx = torch.tensor([ids[-24:]])
+        idx = torch.tensor([ids[window_start(len(ids), 24) :]])
         starts = document_starts(idx, EOT)[0, -1]
         assert model(idx)[0, -1].argmax() == token
         torch.testing.assert_close(model(idx)[:, -1], free(idx[:, starts:])[:, -1], rtol=1e-5, atol=1e-5)

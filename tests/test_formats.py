@@ -11,7 +11,7 @@ import pytest
 import eval_ppl
 from fourscale import formats, shards, tokenization
 from fourscale.cli import InputError
-from fourscale.config import EvalConfig
+from fourscale.flags import EvalConfig
 from fourscale.formats import is_foreign, open_foreign, sampled_digest
 from fourscale.shards import Shard, TokenStream
 
@@ -266,12 +266,12 @@ def test_prepared_data_is_not_foreign_and_unfinished_data_never_trained_on(tmp_p
 
 
 class Ckpt:
-    """What eval_ppl.open_data asks of a checkpoint."""
+    """What eval_ppl.open_data asks of a model, and of the checkpoint that it comes from."""
 
     def __init__(self, data, vocab_size=257, tokenizer="byte", **config):
-        self.model = type("Model", (), {"vocab_size": vocab_size})
-        entry = tokenizer and tokenization.build(tokenizer, lambda: iter(())).entry()
-        self.run = {"tokenizer": entry, "config": {"data": data, **config}, "data": {}}
+        self.cfg, self.ckpt = type("Model", (), {"vocab_size": vocab_size}), self
+        self.tokenizer_entry = tokenizer and tokenization.build(tokenizer, lambda: iter(())).entry()
+        self.run = {"config": {"data": data, **config}, "data": {}}
 
 
 def test_eval_ppl_knows_how_the_runs_own_shards_were_opened(tmp_path):

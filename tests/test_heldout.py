@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, one_error, rows, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import eval_ppl
 from fourscale import heldout, shards, tokenization
 from fourscale.cli import InputError
-from fourscale.config import EvalConfig, ModelConfig
+from fourscale.config import ModelConfig
+from fourscale.flags import EvalConfig
 from fourscale.model import GPT
 from fourscale.parallel import Topology
 
@@ -40,8 +44,8 @@ def stream_of(total, seed=0):
     return Stream(np.random.default_rng(seed).integers(0, 65, total))
 
 
-def model_of(arch="gpt2", seed=0):
-    cfg = ModelConfig(arch, 32, 2, 4, 4, 64, 16, 65)
+def model_of(arch="gpt2", seed=0, **more):
+    cfg = ModelConfig(arch, 32, 2, 4, 4, 64, 16, 65, **more)
     model = GPT(cfg)
     model.init_weights(seed)
     with torch.no_grad():
@@ -49,8 +53,8 @@ def model_of(arch="gpt2", seed=0):
     return model
 
 
-def scored(model, stream, ctx=16, max_tokens=None, local_bsz=4, topology=ALONE):
-    starts = heldout.eval_starts(stream.total, ctx, max_tokens)
+def scored(model, stream, ctx=16, max_tokens=None, local_bsz=4, topology=ALONE, stride=None):
+    starts = heldout.eval_starts(stream.total, ctx, max_tokens, stride)
     return heldout.score(model, stream, ctx, starts, local_bsz, topology)
 
 
@@ -104,6 +108,123 @@ def test_equals_the_plain_sum_over_tokens(arch, total):
         assert score.nats == pytest.approx(nats, rel=1e-6)
         assert score.loss == pytest.approx(nats / (total - 1), rel=1e-6)
         assert score.perplexity == pytest.approx(math.exp(nats / (total - 1)), rel=1e-5)
+
+
+# ---- sliding windows
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(2, 120), st.integers(1, 24))
+def test_sliding_windows_score_each_target_once_with_the_context_they_promise(draw, total, ctx):
+    stride = draw.draw(st.integers(1, ctx))
+    starts = heldout.eval_starts(total, ctx, stride=stride)
+    assert (np.diff(starts) == stride).all() and starts[-1] < total - 1
+    skip = heldout.already_scored(starts, ctx)
+    stream, seen = Stream(np.arange(total)), np.zeros(total, int)
+    for start, first in zip(starts, skip, strict=True):
+        _, targets = heldout.window_batch(stream, np.array([start, -1]), ctx, np.array([first, 0]))
+        assert (targets[1] == -100).all()
+        real = targets[0][targets[0] != -100]
+        assert len(real) and (np.diff(real) == 1).all()
+        seen[real] += 1
+        assert (real - start >= np.minimum(real, ctx - stride + 1)).all()
+    assert seen[0] == 0 and (seen[1:] == 1).all()
+    assert (heldout.window_lengths(starts, total, ctx) - skip).sum() == total - 1
+    if stride == ctx:
+        assert np.array_equal(starts, heldout.eval_starts(total, ctx))
+
+
+@pytest.mark.parametrize("more", ({}, {"arch": "modern"}, {"doc_mask": True, "eot_id": 3}), ids=str)
+@pytest.mark.parametrize("stride", (1, 5, 12))
+def test_sliding_windows_equal_the_plain_sum_over_tokens(more, stride):
+    model, stream, ctx = model_of(**more), stream_of(61), 16
+    nats, at = [], 0
+    with torch.no_grad():
+        for t in range(1, stream.total):  # one token at a time, by the first window that holds it
+            while t > at + ctx:
+                at += stride
+            logits = model(torch.from_numpy(stream.ids[at:t])[None])[0, -1]
+            nats.append(-logits.double().log_softmax(-1)[stream.ids[t]].item())
+    for local_bsz in (1, 3, 64):
+        score = scored(model, stream, local_bsz=local_bsz, stride=stride)
+        assert score.tokens == 60 and score.nats == pytest.approx(sum(nats), rel=1e-6)
+        assert score.window_nats[0] == pytest.approx(sum(nats[:ctx]), rel=1e-5)
+        assert score.window_nats[1] == pytest.approx(sum(nats[ctx : ctx + stride]), rel=1e-5)
+
+
+def test_a_stride_of_ctx_is_the_plain_figure_to_the_bit():
+    model, stream = model_of(), stream_of(150)
+    plain = []
+    with torch.no_grad():
+        for first in range(0, 10, 4):  # windows as they were scored before there was a stride
+            at = np.array([16 * w if w < 10 else -1 for w in range(first, first + 4)])
+            plain += model(*map(torch.from_numpy, heldout.window_batch(stream, at, 16))).tolist()
+    for stride in (None, 16):
+        score = scored(model, stream, stride=stride)
+        assert score.window_nats.tolist() == plain[:10] and score.nats == math.fsum(plain[:10])
+
+
+# ---- shards
+
+
+def cut(directory, ids, lengths):
+    """The ids as shards of these lengths."""
+    directory.mkdir()
+    found, start = [], 0
+    for i, length in enumerate(lengths):
+        path = directory / f"val_{i:03d}.bin"
+        ids[start : start + length].astype("<u2").tofile(path)
+        found.append(shards.Shard(path, length, start))
+        start += length
+    return shards.TokenStream("val", found, np.dtype("<u2"), 65, None, "digest")
+
+
+@pytest.mark.parametrize("stride", (None, 5))
+def test_the_cut_into_shards_changes_no_bit_of_the_total_and_shards_sum_to_it(tmp_path, stride):
+    model, ids = model_of(), stream_of(150).ids
+    whole = scored(model, cut(tmp_path / "one", ids, [150]), stride=stride)
+    starts = heldout.eval_starts(150, 16, stride=stride)
+    for name, lengths in {"even": [50, 50, 50], "odd": [1, 40, 3, 2, 103, 1], "empty": [70, 0, 80]}.items():
+        stream = cut(tmp_path / name, ids, lengths)
+        score = scored(model, stream, stride=stride)
+        assert score.nats == whole.nats and np.array_equal(score.window_nats, whole.window_nats)
+        parts = heldout.by_shard(score, starts, 16, stream.shards)
+        assert sum(p.tokens for p in parts) == 149 and len(parts) == len(lengths)
+        assert math.fsum(x for p in parts for x in p.window_nats) == whole.nats
+        at = 1
+        for part, shard in zip(parts, stream.shards, strict=True):
+            if part.tokens:  # its windows begin to score within it
+                assert shard.start <= at < shard.start + shard.tokens
+                assert at + part.tokens - part.window_tokens[-1] < shard.start + shard.tokens
+            at += part.tokens
+    assert [p.tokens for p in parts] == ([80, 0, 69] if stride is None else [71, 0, 78])
+
+
+class Counting(torch.nn.Module):
+    """A nat for each scored target."""
+
+    def forward(self, idx, targets):
+        return (targets != -100).sum(1).float()
+
+
+class Zeros(Stream):
+    """So many tokens, held nowhere."""
+
+    def __init__(self, total):
+        self.total = total
+
+    def windows(self, starts, length):
+        return np.zeros((len(starts), length), np.int64)
+
+
+def test_a_large_set_needs_no_python_object_a_window():
+    count = 400_000
+    tracemalloc.start()
+    score = scored(Counting(), Zeros(count + 4), ctx=4, stride=1, local_bsz=4096)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(score.window_nats) == count and score.nats == score.tokens == count + 3 and score.standard_error == 0
+    assert peak < 80 * count, peak / count  # bytes a window: a few arrays of 8; a float in a list alone takes 32
 
 
 @pytest.mark.parametrize("total", (2, 65, 100, 160))
@@ -274,7 +395,13 @@ def test_what_cannot_be_scored_is_refused_by_name(tmp_path):
     assert eval_ppl.window_length(99, modern) == 99
     with pytest.raises(InputError, match="--ctx 17"):
         eval_ppl.window_length(17, gpt2)
-    for options in ({"ctx": 0}, {"local_bsz": 0}, {"json": tmp_path / "no" / "x.json"}):
+    for options in (
+        {"ctx": 0},
+        {"local_bsz": 0},
+        {"stride": 0},
+        {"stride": 17, "ctx": 16},
+        {"json": tmp_path / "no" / "x.json"},
+    ):
         with pytest.raises(InputError, match=f"--{next(iter(options)).replace('_', '-')} "):
             EvalConfig(**options).check()
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import prepare
 from fourscale import assembly, audit, encoding, journal, shards, sources, tokenization
 from fourscale.cli import InputError, RunFailed
-from fourscale.config import PrepareConfig
+from fourscale.flags import PrepareConfig
 
 DOOR = str(Path(prepare.__file__).resolve())
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "slept", "naïve", "中文"]
