@@ -140,6 +140,7 @@ def hf_config(cfg: ModelConfig, eot_id: int | None, dtype: str = "fp32") -> dict
     if cfg.arch == "gpt2":
         return shared | {
             "n_positions": cfg.ctx,
+            "n_ctx": cfg.ctx,  # where llama.cpp's converter reads it
             "n_embd": cfg.d_model,
             "n_layer": cfg.n_layers,
             "n_head": cfg.n_heads,

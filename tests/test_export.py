@@ -78,6 +78,7 @@ def test_the_directory_loads_by_itself_and_computes_the_same(tmp_path, family, t
     assert (theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight) == tie
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == tokenizer.eot_id
     assert theirs.config.max_position_embeddings == their_tokenizer.model_max_length == 24
+    assert family != "gpt2" or json.loads((out / "config.json").read_text())["n_ctx"] == 24  # for llama.cpp
     assert their_tokenizer.eos_token == their_tokenizer.bos_token == "<|endoftext|>"
     assert {p.name for p in out.iterdir()} == {
         "README.md",
