@@ -22,7 +22,7 @@ from fourscale import checkpoint
 from fourscale.cli import InputError
 from fourscale.lock import Lock
 from fourscale.parallel import Topology, host_name
-from fourscale.rundir import Checkpoint, open_checkpoint, replace, step_dirs, write_json
+from fourscale.rundir import Checkpoint, open_checkpoint, read_run, replace, step_dirs, write_json
 from fourscale.tokenization import Tokenizer
 
 SHARED_WAIT_S = 90  # a new file on NFS can stay unseen by other nodes for a minute
@@ -103,10 +103,11 @@ class RunDir:
             if not steps and resume == "must":
                 raise InputError(f"--resume must: no complete checkpoint in {self.path}; use --resume auto to start")
             if steps and resume == "never":
-                raise InputError(
-                    f"--ckpt-dir {self.path}: holds {steps[-1].name} of an earlier run; "
-                    "add --resume auto to go on from it or choose another directory"
-                )
+                way = "add --resume auto to go on from it or choose another directory"
+                with contextlib.suppress(InputError):
+                    if "imported" in read_run(self.path):
+                        way = "it is an imported model: start from it with --init-from, in another directory"
+                raise InputError(f"--ckpt-dir {self.path}: holds {steps[-1].name} of an earlier run; {way}")
             return steps
 
         steps = self.topology.from_main(find)
