@@ -461,7 +461,7 @@ def main() -> None:
         if len(rows) > 1 or cfg.by_shard:
             say(render_table(rows))
         if cfg.by_shard:
-            say("a window counts for the shard that holds the first token scored in it")
+            say("a window counts for the shard or file that holds the first token scored in it")
     if cfg.json is not None:
         figures = json.dumps(rows[0] if len(rows) == 1 else rows, indent=2) if topology.main else ""
         topology.from_main(lambda: rundir.replace(cfg.json, figures + "\n"))

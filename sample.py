@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from fourscale.cli import InputError, door, is_rank_zero, parse
 from fourscale.flags import SampleConfig
 
 if TYPE_CHECKING:
-    from fourscale.generate import Text
+    from fourscale.generate import Decoding, Text
     from fourscale.tokenization import Tokenizer
 
 SEPARATOR = "-" * 40
@@ -36,7 +37,7 @@ SEPARATOR = "-" * 40
 
 def read_prompts(cfg: SampleConfig) -> list[tuple[str, str]]:
     """(where it stands, text) of each prompt of --prompt and --prompts-file. Raises InputError."""
-    prompts = [("--prompt", _stdin("--prompt -").removesuffix("\n") if p == "-" else p) for p in cfg.prompt]
+    prompts = [("--prompt", _piped() if p == "-" else p) for p in cfg.prompt]
     if cfg.prompts_file is not None:
         prompts += parse_prompts(f"--prompts-file {cfg.prompts_file}", _file(cfg.prompts_file))
     return prompts or [("--prompt", "")]
@@ -66,6 +67,14 @@ def _object(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _piped() -> str:
+    """The one prompt of --prompt -."""
+    text = _stdin("--prompt -").removesuffix("\n")
+    if not text:
+        raise InputError("--prompt -: nothing came on standard input; to begin a document, leave the flag out")
+    return text
 
 
 def _stdin(name: str) -> str:
@@ -215,10 +224,12 @@ def in_order(samples: Sequence[Sample], grown: Iterator[tuple[Sample, str]], mos
                 at += 1
 
 
-def row(sample: Sample, seed: int, about: dict[str, Any]) -> str:
-    """A row of --json."""
-    what = {"prompt": sample.prompt, "sample": sample.index, "seed": seed, "text": sample.text}
-    return json.dumps(what | {"tokens": sample.tokens.new, "finish": sample.tokens.finish} | about, ensure_ascii=False)
+def row(sample: Sample, cfg: SampleConfig, how: Decoding, about: dict[str, Any]) -> str:
+    """A row of --json: the text, and all that it follows from."""
+    what = {"prompt": sample.prompt, "sample": sample.index, "seed": cfg.seed, "text": sample.text}
+    what |= {"tokens": sample.tokens.new, "finish": sample.tokens.finish, **about, **dataclasses.asdict(how)}
+    what |= {"stop": cfg.stop, "ignore_eot": cfg.ignore_eot, "max_new_tokens": cfg.max_new_tokens, "dtype": cfg.dtype}
+    return json.dumps(what, ensure_ascii=False)
 
 
 def converse(answer: Callable[[str, int], None]) -> None:
@@ -288,9 +299,14 @@ def main() -> None:
         texts, vocab = [sample.tokens for sample in samples], tokenizer.vocab_size
         return grow(samples, generate(model, texts, cfg.max_new_tokens, how, eot_id, vocab, cfg.batch_size))
 
+    if temperature == 0 and cfg.num_samples > 1:
+        print(f"note: greedy: the {cfg.num_samples} samples of a prompt are the same", file=sys.stderr)
+
     def answer(prompt: str, before: int) -> None:
         for sample in start([("the prompt", prompt)], before * cfg.num_samples):
             stream(sample, grown([sample]))
+            if not sys.stdin.isatty():  # a script's: where a text ends must show
+                print(SEPARATOR, flush=True)
 
     with contextlib.ExitStack() as stack:
         if cfg.dtype == "bf16":  # around all, so that weights are rounded once
@@ -312,7 +328,7 @@ def main() -> None:
                 print(sample.prompt + sample.text)
                 print(SEPARATOR, flush=True)
             if out is not None:
-                print(row(sample, cfg.seed, about), file=out, flush=True)
+                print(row(sample, cfg, how, about), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,9 @@ def plan(
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(cfg, name) < 1:
             raise InputError(f"{flag(name)} {getattr(cfg, name)}: must be at least 0 and below 1")
-    lr = cfg.lr if cfg.lr is not None else (1e-3 if model.d_model < 512 else 6e-4)
+    lr = cfg.lr
+    if lr is None:  # weights that have been trained would forget at the rate of a beginning
+        lr = 3e-5 if cfg.init_from is not None else 1e-3 if model.d_model < 512 else 6e-4
     full = dataclasses.replace(
         cfg,
         model=model,

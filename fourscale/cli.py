@@ -161,7 +161,7 @@ Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(m
 Texts = Annotated[
     tuple[Annotated[str, _spec("SPEC", lambda a: a[0], (str,))], ...],
     tyro.conf.UseAppendAction,
-    tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default})"),
+    tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default})" if default else ""),
 ]
 
 

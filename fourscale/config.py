@@ -33,7 +33,7 @@ def padded(vocab_size: int) -> int:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model's shape. A field that is None is filled in by `budget.size_model` from the device and vocabulary."""
+    """The model's shape. What is left out follows from the device and the vocabulary."""
 
     arch: Literal["gpt2", "modern"] = "gpt2"
     """gpt2: learned positions, LayerNorm, GELU, biases. modern: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
@@ -207,7 +207,7 @@ class TrainConfig:
     """of the order of the data"""
 
     lr: MaybeFloat = None
-    """peak learning rate (default: 1e-3 below width 512, else 6e-4)"""
+    """peak learning rate (default: 1e-3 below width 512, else 6e-4; with --init-from 3e-5)"""
     min_lr: MaybeFloat = None
     """floor of the schedule (default: a tenth of the peak)"""
     warmup: MaybeCount = None

@@ -101,7 +101,10 @@ def find(pattern: str) -> list[File]:
         raise InputError(f"--dataset {pattern}: no file matches")
     for file in found:
         if not file.suffix:
-            raise InputError(f"--dataset {pattern}: can't read {file.path}; readable are {', '.join(SUFFIXES)}")
+            raise InputError(
+                f"--dataset {pattern}: can't read {file.path}; readable are {', '.join(SUFFIXES)}; "
+                "copy other plain text to a name that ends in .txt"
+            )
     return sorted(found, key=lambda file: file.path)
 
 

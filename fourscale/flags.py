@@ -67,7 +67,8 @@ class SampleConfig:
     """text to continue, repeatable; '' begins a document, as do no prompts at all; - is the text on standard input,
     without its last newline"""
     prompts_file: MaybeText = None
-    """a prompt on each line (blank ones are left out), or JSON lines with a field "prompt"; - is standard input"""
+    """a prompt on each line (blank ones are left out), or JSON lines with a field "prompt"; - is standard input. Those
+    of --prompt come first"""
     num_samples: Count = 1
     """continuations of each prompt; where there is one in all, it is printed as it is made, several in order as they
     are finished"""
@@ -100,8 +101,8 @@ class SampleConfig:
     """ask for prompts on the terminal; Ctrl-C stops a text, an empty line or Ctrl-D ends. A prompt given again is
     answered anew"""
     json: MaybeText = None
-    """also write a row of JSON for each text to this file: prompt, sample, seed, text, tokens, finish (eot, stop or
-    length), and the checkpoint; - writes them to standard output instead of the text"""
+    """also write a row of JSON for each text to this file, in place of what it holds: prompt, sample, seed, text,
+    tokens, finish (eot, stop or length), checkpoint and settings; - is standard output, without the text"""
     batch_size: Count = 16
     """texts computed side by side"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -183,7 +184,7 @@ class EvalConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """of matrix products"""
     json: Path | None = None
-    """also write the figures to this file"""
+    """also write the figures to this file, in place of what it holds"""
 
     def check(self) -> None:
         """Raise InputError, naming the flag, where the values are impossible."""
@@ -237,7 +238,7 @@ class BenchmarkConfig:
     seed: str = "0,1234,1234,1234"
     """of Python, numpy, torch and the choice of worked examples, as the harness's --seed; one number serves all four"""
     json: Path | None = None
-    """also write the harness's results, and what was scored, to this file"""
+    """also write the harness's results, and what was scored, to this file, in place of what it holds"""
     out: Path | None = None
     """also write them below this directory as lm_eval --output_path does: MODEL/results_DATE.json"""
     log_samples: bool = False

@@ -333,7 +333,8 @@ def download(name: str, revision: str | None = None) -> tuple[Path, str]:
     cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(cached, str):
         raise InputError(
-            f"{name}: no such directory here, and the hub can't be reached ({why}); name a directory, or connect"
+            f"{name}: no such directory here (train.py writes one under --ckpt-dir), and no hub to ask for a model of "
+            f"that name ({why})"
         )
     return Path(cached).parent, Path(cached).parent.name
 

@@ -195,7 +195,8 @@ def init_entry(source: Pretrained, flags: TrainConfig, tokenizer: Tokenizer | No
             )
         diff = []
     else:
-        diff = [f"whether the data's ids are those of {named} is unknown: one of them names no tokenizer"]
+        lacks = named if source.tokenizer_entry is None else "--data"
+        diff = [f"whether the data's ids are those of the weights is unknown: {lacks} has no tokenizer"]
     old, new = (dataclasses.asdict(m) for m in (source.cfg, flags.model))
     diff += [f"{k}: was {old[k]}, now {new[k]}" for k in old if k not in FIXED and old[k] != new[k]]
     about = source.about

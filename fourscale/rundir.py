@@ -91,7 +91,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.name in ("best", "latest") and path.is_file():
         path = path.parent / _pointed(path)
     if not path.is_dir():
-        raise InputError(f"--ckpt {path}: no such directory; train.py writes one under --ckpt-dir")
+        what = (
+            "a file; name its directory"
+            if path.is_file()
+            else "no such directory; train.py writes one under --ckpt-dir"
+        )
+        raise InputError(f"--ckpt {path}: {what}")
     if (path / "step.json").is_file():
         found = path
     elif steps := step_dirs(path):
@@ -192,6 +197,11 @@ def digest(ckpt: Checkpoint) -> str:
 def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
     """The tokenizer that the run was trained with. Raises InputError where it had none, or its file is missing or
     changed."""
+    if ckpt.run["tokenizer"] is None and "imported" in ckpt.run:
+        raise InputError(
+            f"{ckpt.run_dir}: has no tokenizer, since {ckpt.run['imported']['source']} had none when it was imported; "
+            "put its tokenizer.json there and import it again"
+        )
     if ckpt.run["tokenizer"] is None:
         raise InputError(
             f"{ckpt.run_dir}: this run has no tokenizer: it was trained on bare ids, which are no text without one; "

@@ -311,11 +311,20 @@ def test_a_conversation(door):
         for k in (0, 1)
     ]
     shown, said = door("--interactive", "--max-new-tokens", 9, stdin="def \nx\ndef \n\nnever read\n")
-    lines = shown.split("\n")
-    assert shown.startswith(singles[0]) and shown.endswith(singles[1]) and "never" not in shown
-    assert said == "note: type a prompt; Ctrl-C stops a text, an empty line or Ctrl-D ends\n" and len(lines) > 3
-    assert door("--interactive", "--max-new-tokens", 9, stdin="def ")[0] == singles[0]  # Ctrl-D
+    first, _, third, nothing = shown.split(SEPARATOR + "\n")
+    assert (first, third, nothing) == (*singles, "")
+    assert said == "note: type a prompt; Ctrl-C stops a text, an empty line or Ctrl-D ends\n"
+    assert door("--interactive", "--max-new-tokens", 9, stdin="def ")[0] == f"{singles[0]}{SEPARATOR}\n"  # Ctrl-D
     assert door("--interactive", stdin="")[0] == ""
+
+
+def test_nothing_on_standard_input_is_no_prompt(door):
+    with pytest.raises(InputError, match="--prompt -: nothing came on standard input"):
+        door("--prompt", "-", stdin="")
+
+
+def test_greedy_samples_are_said_to_be_the_same(door):
+    assert "greedy: the 2 samples" in door("--greedy", "--num-samples", 2, "--max-new-tokens", 2, "--prompt", "x")[1]
 
 
 def test_a_hugging_face_directory_is_sampled_from_as_it_is(door, ckpt, tmp_path):
