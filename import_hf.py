@@ -84,6 +84,7 @@ def entry_of(source: Pretrained, tokenizer: Tokenizer | None, agreement: Agreeme
         "class": (config.get("architectures") or [None])[0],
         "dtype": names.get(source.hf.dtype, str(source.hf.dtype)),
         "special_ids": {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config},
+        "stop_ids": list(hfdir.stop_ids(source.path, config)),
         "adds": hfdir.tokens_added(tokenizer.data) if tokenizer is not None else "",
         "logits": agreement.table(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -133,6 +133,8 @@ def note_long(prompts: Sequence[tuple[str, list[int]]], ctx: int) -> None:
 class Writer:
     """The text of tokens as they come: whole characters alone, and nothing that may become a stop text.
 
+    What has been shown stays: of tokenizers that spell bytes as <0x41>, whose decoder gives up a whole run of them for
+    one that is invalid, the valid characters before it are kept.
     before: what the tokens follow, for tokenizers that decode a token by its neighbours.
     """
 
@@ -293,11 +295,11 @@ def main() -> None:
     model = source.model(device)
     temperature = 0.0 if cfg.greedy else 0.8 if cfg.temperature is None else cfg.temperature
     how = Decoding(temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.repetition_penalty)
-    eot_id = None if cfg.ignore_eot else tokenizer.eot_id
+    eot_ids = () if cfg.ignore_eot else source.stop_ids
 
     def grown(samples: Sequence[Sample]) -> Iterator[tuple[Sample, str]]:
         texts, vocab = [sample.tokens for sample in samples], tokenizer.vocab_size
-        return grow(samples, generate(model, texts, cfg.max_new_tokens, how, eot_id, vocab, cfg.batch_size))
+        return grow(samples, generate(model, texts, cfg.max_new_tokens, how, eot_ids, vocab, cfg.batch_size))
 
     if temperature == 0 and cfg.num_samples > 1:
         print(f"note: greedy: the {cfg.num_samples} samples of a prompt are the same", file=sys.stderr)

@@ -91,8 +91,7 @@ def _trained(ckpt: Checkpoint, data: Corpus | None) -> dict[str, str]:
     }
     for word, told in (("init", "began with the weights of"), ("origin", "branched from")):
         if source := run.get(word):
-            named = public_name(source.get("named", source["from"]))
-            facts[told] = f"{named}, digest `{source['digest']}`"
+            facts[told] = f"{public_name(source['from'])}, digest `{source['digest']}`"
     return facts
 
 
@@ -109,9 +108,9 @@ def _imported(ckpt: Checkpoint) -> dict[str, str]:
 
 
 def public_name(source: str) -> str:
-    """A hub id as it is, of a path the end: two names for a step of a run, else one."""
+    """A hub id as it is, of a path, which is absolute, the end: two names for a step of a run, else one."""
     path = Path(source)
-    if not path.is_absolute() and not path.exists():
+    if not path.is_absolute():
         return source
     return f"{path.parent.name}/{path.name}" if path.name.startswith("step_") else path.name
 
@@ -147,7 +146,8 @@ def record(ckpt: Checkpoint, dtype: str) -> dict[str, Any]:
     }
     for word, key in (("imported", "source"), ("init", "from"), ("origin", "from")):
         if word in run:
-            table[word] = {k: public_name(v) if k in (key, "named") else v for k, v in run[word].items()}
+            named = public_name(run[word][key])
+            table[word] = {k: named if k in (key, "named") else v for k, v in run[word].items()}
     return table
 
 

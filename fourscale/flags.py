@@ -141,7 +141,8 @@ class SampleConfig:
             raise InputError(f"--interactive asks for prompts and shows their texts: leave {given} out")
         if self.json not in (None, "-") and not Path(self.json).resolve().parent.is_dir():
             raise InputError(f"--json {self.json}: no such directory to write to; make it first")
-        if self.json not in (None, "-") and self.json == self.prompts_file:
+        files = [Path(f).resolve() for f in (self.json, self.prompts_file) if f not in (None, "-")]
+        if len(files) > len(set(files)):
             raise InputError(f"--json {self.json}: is the file of the prompts too; name another")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -171,13 +171,13 @@ def generate(
     texts: Iterable[Text],
     max_new_tokens: int,
     how: Decoding,
-    eot_id: int | None = None,
+    eot_ids: Collection[int] = (),
     vocab_size: int | None = None,
     batch_size: int = 16,
 ) -> Iterator[Text]:
     """Continue texts, batch_size of them at a time; yields a text whenever a token has been added to it.
 
-    A text is finished ("eot") by its end-of-text token, which is added, or ("length") by max_new_tokens; whoever reads
+    A text is finished ("eot") by a token of eot_ids, which is added, or ("length") by max_new_tokens; whoever reads
     may set `finish` of the one that was yielded to end it there. The next text takes its place at once. Ids from
     vocab_size on, which the tokenizer doesn't have, are never drawn. `model` is a plain GPT in evaluation mode. Past
     its context length see `window_start`. Memory is that of one `Cache`, whatever the length. Raises RunFailed for
@@ -202,7 +202,7 @@ def generate(
         drawn = choose(logits, how, [text.generator for text in live], [text.ids for text in live])
         for text, token in zip(tuple(live), drawn.tolist(), strict=True):
             text.ids.append(token)
-            if token == eot_id:
+            if token in eot_ids:
                 text.finish = "eot"
             elif len(text.ids) - len(text.prompt) == max_new_tokens:
                 text.finish = "length"

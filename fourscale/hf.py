@@ -8,7 +8,7 @@ rows of the vocabulary leave: the padded ones exist for speed.
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -206,7 +206,10 @@ SAME_ALL: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quantization_config": (None, (None,)),
     "is_encoder_decoder": (False, (False,)),
     "partial_rotary_factor": (None, (None, 1)),
+    "is_causal": (True, (True,)),
 }
+LARGEST_SIZE = 2**31 - 1  # of a shape's integers: beyond, products of two overflow
+LARGEST_FLOAT = sys.float_info.max  # JSON's integers may be larger
 # Per model type: the key of each of our fields, and what it means where it is absent.
 SHAPES: dict[str, dict[str, tuple[str, Any]]] = {
     "gpt2": {
@@ -232,6 +235,13 @@ SHAPES: dict[str, dict[str, tuple[str, Any]]] = {
         "tie": ("tie_word_embeddings", False),
     },
 }
+# The names that transformers' GPT-2 knows its own by as well; where both are there, these count.
+GPT2_ALIASES = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
 SHAPES["mistral"] = SHAPES["llama"] | {
     "ctx": ("max_position_embeddings", 131072),
     "n_kv_heads": ("num_key_value_heads", 8),
@@ -252,24 +262,29 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     Raises InputError naming the key and its value where our model would not compute the same.
     """
     kind = config.get("model_type")
-    if kind not in SHAPES:
-        raise InputError(f"model_type {kind!r}: not supported; what can be read is {', '.join(SHAPES)}")
+    if not isinstance(kind, str) or kind not in SHAPES:
+        raise InputError(f"model_type {brief(repr(kind))}: not supported; what can be read is {', '.join(SHAPES)}")
     acts = {} if kind == "gpt2" else {"hidden_act": ("silu", ("silu", "swish"))}
     for key, (absent, same) in (SAME[kind] | acts | SAME_ALL).items():
         value = config.get(key, absent)
         if value not in same:
-            raise InputError(f"{key} {_brief(value)}: not supported; our model computes {key} {_brief(same[0])}")
-    layers = config.get("layer_types") or []
-    if other := [x for x in layers if x != "full_attention"]:
-        raise InputError(f"layer_types {_brief(other[0])}: not supported; our model has full_attention alone")
-    shape = {ours: config.get(key, absent) for ours, (key, absent) in SHAPES[kind].items()}
-    for ours, value in shape.items():
-        key, _ = SHAPES[kind][ours]
+            raise InputError(f"{key} {brief(value)}: not supported; our model computes {key} {brief(same[0])}")
+    layers = config.get("layer_types")
+    if layers is not None and not isinstance(layers, list):
+        raise InputError(f"layer_types {brief(layers)}: not a value it can have; restore the config.json")
+    if other := [x for x in layers or [] if x != "full_attention"]:
+        raise InputError(f"layer_types {brief(other[0])}: not supported; our model has full_attention alone")
+    shape: dict[str, Any] = {}
+    for ours, (key, absent) in SHAPES[kind].items():
+        if kind == "gpt2" and (alias := GPT2_ALIASES.get(key)) in config:
+            key = alias
+        value = shape[ours] = config.get(key, absent)
         if value is None and ours in ("n_kv_heads", "d_head", "d_ff"):
             continue  # null, as if it were absent
         wanted = {"norm_eps": (float, int), "tie": (bool,)}.get(ours, (int,))
-        if type(value) not in wanted or (ours != "tie" and not 0 < value < math.inf):
-            raise InputError(f"{key} {_brief(value)}: not a value it can have; restore the config.json")
+        most = LARGEST_FLOAT if ours == "norm_eps" else LARGEST_SIZE
+        if type(value) not in wanted or (ours != "tie" and not 0 < value <= most):
+            raise InputError(f"{key} {brief(value)}: not a value it can have; restore the config.json")
     shape["norm_eps"] = float(shape["norm_eps"])
     shape["n_kv_heads"] = shape.get("n_kv_heads") or shape["n_heads"]
     shape["d_ff"] = shape["d_ff"] or 4 * shape["d_model"]
@@ -291,24 +306,30 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, str | None]:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}  # transformers 5 prefers the older
     theta = table.get("rope_theta") if isinstance(table, dict) else None
     theta = config.get("rope_theta", 10_000.0) if theta is None else theta
-    if not isinstance(table, dict) or type(theta) not in (int, float) or not 0 < theta < math.inf:
-        raise InputError(f"rope_parameters {_brief(table or theta)}: not a value it can have; restore the config.json")
+    if not isinstance(table, dict) or type(theta) not in (int, float) or not 0 < theta <= LARGEST_FLOAT:
+        raise InputError(f"rope_parameters {brief(table or theta)}: not a value it can have; restore the config.json")
     kind = table.get("rope_type", table.get("type", "default"))
-    names = {"default": (), "linear": ROPE_NUMBERS[:1], "llama3": ROPE_NUMBERS}.get(kind)
+    names = {"default": (), "linear": ROPE_NUMBERS[:1], "llama3": ROPE_NUMBERS}.get(str(kind))
     if any(isinstance(value, dict) for value in table.values()) or names is None:
-        what = "one a layer type" if names else f"rope_type {_brief(kind)}"
+        what = "one a layer type" if names else f"rope_type {brief(kind)}"
         raise InputError(f"rope_parameters {what}: not supported; our model knows default, linear and llama3")
     if (share := table.get("partial_rotary_factor")) not in (None, 1):
         raise InputError(f"partial_rotary_factor {share}: not supported; our model turns whole heads")
-    absent = {ROPE_NUMBERS[3]: config.get("original_max_position_embeddings", config.get("max_position_embeddings"))}
-    numbers = [table.get(name, absent.get(name)) for name in names]
-    if any(type(x) not in (int, float) for x in numbers):
-        raise InputError(f"rope_parameters {_brief(table)}: lacks one of {', '.join(names)}; restore the config.json")
+    table = {ROPE_NUMBERS[3]: config.get("max_position_embeddings")} | table
+    if ROPE_NUMBERS[3] in config:  # beside the table, it goes before the table's
+        table[ROPE_NUMBERS[3]] = config[ROPE_NUMBERS[3]]
+    numbers = [table.get(name) for name in names]
+    if any(type(x) not in (int, float) or not abs(x) <= LARGEST_FLOAT for x in numbers):
+        raise InputError(
+            f"rope_parameters {brief(table)}: lacks one of {', '.join(names)}, or it is no number; "
+            "restore the config.json"
+        )
     return float(theta), f"{kind}:{','.join(repr(float(x)).removesuffix('.0') for x in numbers)}" if names else None
 
 
-def _brief(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def brief(value: Any) -> str:
+    """At most 60 characters of a value from a file, for a message; printable text as it is, all else by repr."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

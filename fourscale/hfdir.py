@@ -33,7 +33,7 @@ from fourscale.tokenizer_json import EOT, byte_level_json
 PROVENANCE = "fourscale.json"  # what export_hf.py says of a directory
 # Buffers that older versions of transformers saved: constants, no weights.
 BUFFERS = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -44,7 +44,7 @@ class Stored:
     file: Path
     name: str  # in that file
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | str  # a str, as safetensors calls it, where it is none of ours
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class HFDir:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most of the weights."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: dict[Any, int] = {}
         for s in self.stored.values():
             sizes[s.dtype] = sizes.get(s.dtype, 0) + torch.Size(s.shape).numel()
         return max(sizes, key=lambda d: sizes[d])
@@ -83,7 +83,7 @@ class HFDir:
         else:
             with _reading(where.file), safe_open(where.file, "pt") as f:
                 t = f.get_tensor(where.name)
-        if t.numel() and not all(x.isfinite() for x in torch.aminmax(t)):
+        if t.numel() and not all(x.float().isfinite() for x in torch.aminmax(t)):  # in fp32, as we hold it
             raise InputError(f"{where.file}: {where.name} is not finite; the file is damaged, or its training diverged")
         return t
 
@@ -119,8 +119,16 @@ def open_directory(path: Path) -> HFDir:
     except InputError as e:
         raise InputError(f"{path / 'config.json'}: {e}") from None
     found = _without_prefix_trouble(_tensors(path), cfg)
-    with torch.device("meta"):
-        wanted = hf.to_hf(dict(GPT(cfg).named_parameters()), cfg)
+    if cfg.n_layers > len(found):  # or a mistaken number of them would be built, even without weights
+        raise InputError(
+            f"{path}: has {len(found)} tensors for the {cfg.n_layers} layers that its config.json asks for; "
+            "download it again"
+        )
+    try:
+        with torch.device("meta"):
+            wanted = hf.to_hf(dict(GPT(cfg).named_parameters()), cfg)
+    except (RuntimeError, OverflowError):  # a product of two sizes
+        raise InputError(f"{path / 'config.json'}: asks for matrices larger than any can be; restore it") from None
     for name, t in wanted.items():
         if name not in found:
             raise InputError(f"{path}: has no {name}, which its config.json asks for; download it again")
@@ -177,9 +185,10 @@ def _tensors(path: Path) -> dict[str, Stored]:
     if not isinstance(table, dict) or not all(isinstance(n, str) and Path(n).name == n for n in table.values()):
         raise InputError(f"{index}: has no weight_map of names to files beside it; download it again")
     out = {}
+    there = {p.name for p in path.iterdir() if p.is_file()}
     for file in sorted(set(table.values())):
-        if not (path / file).is_file():
-            raise InputError(f"{path / file}: is missing, a shard that {index.name} names; download it again")
+        if file not in there:
+            raise InputError(f"{path / hf.brief(file)}: is missing, a shard that {index.name} names; download it again")
         held = dict(_header(path / file))
         for name in (n for n, f in table.items() if f == file):
             if name not in held:
@@ -196,8 +205,8 @@ def _header(file: Path) -> Iterator[tuple[str, Stored]]:
     with _reading(file), safe_open(file, "pt") as f:
         for name in f.keys():  # noqa: SIM118 (no mapping)
             piece = f.get_slice(name)
-            dtype = FLOATS.get(piece.get_dtype(), torch.int8)  # the one is as good as any other to be refused
-            yield name, Stored(file, name, tuple(piece.get_shape()), dtype)
+            kind = piece.get_dtype()
+            yield name, Stored(file, name, tuple(piece.get_shape()), FLOATS.get(kind, kind))
 
 
 @contextlib.contextmanager
@@ -222,8 +231,12 @@ def _open_bin(file: Path) -> dict[str, Tensor]:
                 continue
             first = (str(e).strip() or type(e).__name__).splitlines()[0]
             raise InputError(f"{file}: not a whole file of tensors alone ({first}); do not trust it") from None
-    if not isinstance(table, dict) or not all(isinstance(t, Tensor) for t in table.values()):
+    if not isinstance(table, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in table.items()):
         raise InputError(f"{file}: holds something other than named tensors; it is no file of weights")
+    for name, t in table.items():
+        if t.layout != torch.strided or t.device.type != "cpu":
+            what = "without its numbers (a meta tensor)" if t.is_meta else f"in the layout {t.layout}"
+            raise InputError(f"{file}: holds {hf.brief(name)} {what}; only dense tensors can be read")
     return table
 
 
@@ -235,6 +248,27 @@ def _without_prefix_trouble(found: dict[str, Stored], cfg: ModelConfig) -> dict[
     if not any(name.startswith(prefix) for name in out):
         out = {name if name.startswith("lm_head.") else prefix + name: s for name, s in out.items()}
     return out
+
+
+# ---- ends of a text ------------------------------------------------------------------------------------------------
+
+
+def stop_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """All ids that end a text, ascending: generation_config.json's eos_token_id, or, where it has none, config.json's.
+
+    Empty where neither has any (absent, null or []). Raises InputError for a generation_config.json that can't be
+    read, and for an eos_token_id that is neither an id nor a list of them.
+    """
+    table, file = config, directory / "config.json"
+    if (beside := directory / "generation_config.json").exists():
+        generation = read_json(beside)
+        if generation.get("eos_token_id") is not None:
+            table, file = generation, beside
+    ends = table.get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(i) is int and 0 <= i <= hf.LARGEST_SIZE for i in ids):
+        raise InputError(f"{file}: eos_token_id {hf.brief(ends)}: neither an id nor a list of ids; restore it")
+    return tuple(sorted(set(ids)))
 
 
 # ---- tokenizer -----------------------------------------------------------------------------------------------------

@@ -103,8 +103,7 @@ def _same_beginning(flags: TrainConfig, run: dict[str, Any]) -> None:
     ):
         if named is None or str(named) == begun.get("named"):
             continue
-        place = Path(named).resolve()  # a step, the file `best` beside it, or the run directory
-        if came_from is None or not ({place, place.parent} & {Path(came_from), Path(came_from).parent}):
+        if came_from is None or not _names(Path(named).resolve(), Path(came_from)):
             how = "was started from scratch"
             if branched or begun:
                 how = f"branched from {branched}" if branched else f"began with the weights of {begun['from']}"
@@ -112,6 +111,13 @@ def _same_beginning(flags: TrainConfig, run: dict[str, Any]) -> None:
                 f"{name} {named}: the run in {flags.ckpt_dir} {how}; leave the flag out to go on with it, or choose "
                 "another --ckpt-dir"
             )
+
+
+def _names(path: Path, place: Path) -> bool:
+    """True where `path` is `place`; for a run's step, also its directory, and `best` or `latest` there."""
+    if path == place or rundir.STEP_NAME.fullmatch(place.name) is None:
+        return path == place
+    return path == place.parent or (path.parent == place.parent and path.name in ("best", "latest"))
 
 
 def _parent(path: Path) -> Checkpoint:
@@ -195,7 +201,7 @@ def init_entry(source: Pretrained, flags: TrainConfig, tokenizer: Tokenizer | No
             )
         diff = []
     else:
-        lacks = named if source.tokenizer_entry is None else "--data"
+        lacks = "the model" if source.tokenizer_entry is None else "--data"
         diff = [f"whether the data's ids are those of the weights is unknown: {lacks} has no tokenizer"]
     old, new = (dataclasses.asdict(m) for m in (source.cfg, flags.model))
     diff += [f"{k}: was {old[k]}, now {new[k]}" for k in old if k not in FIXED and old[k] != new[k]]

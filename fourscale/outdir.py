@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,13 +29,15 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole(out: Path) -> Iterator[Path]:
-    """A fresh directory beside `out`, which takes that name, durably, where the block ends well, and else is removed.
+    """A fresh directory beside `out`, which takes that name, durably, where the block ends well, and else is removed,
+    also by SIGTERM.
 
     Raises InputError where `out` exists or can't be written.
     """
     from fourscale.checkpoint import fsync
 
     refuse_existing(out)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     temporary = out.parent / f".{out.name}.tmp-{secrets.token_hex(4)}"
     try:
         with writing(out):
@@ -47,3 +51,4 @@ def whole(out: Path) -> Iterator[Path]:
             fsync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)

@@ -53,6 +53,15 @@ class Pretrained:
     def _hf_tokenizer(self) -> Tokenizer | None:
         return hfdir.tokenizer_of(self.path, self.hf.config)
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a text: the tokenizer's end-of-text, and those that the source of published weights names, as
+        chat models have several. Raises InputError as `tokenizer`."""
+        own = {self.tokenizer().eot_id}
+        if self.ckpt is None:
+            return frozenset(own.union(hfdir.stop_ids(self.path, self.hf.config)))
+        return frozenset(own.union(self.ckpt.run.get("imported", {}).get("stop_ids", ())))
+
     def tokenizer(self) -> Tokenizer:
         """Raises InputError where there is none."""
         if self.ckpt is not None:

@@ -136,6 +136,7 @@ class Imported(_ImportedRequired, total=False):
     revision: str | None
     dtype: str
     special_ids: dict[str, Any]
+    stop_ids: list[int]
     adds: str
     logits: dict[str, Any]
 

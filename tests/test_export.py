@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from conftest import SMALL, one_error, run
 from safetensors.torch import load_file, save_file
 
 import export_hf
-from fourscale import agreement, hf, hfdir, rundir, tokenization, tokenizer_json
+from fourscale import agreement, card, hf, hfdir, outdir, rundir, tokenization, tokenizer_json
 from fourscale.cli import InputError, RunFailed
 from fourscale.config import ModelConfig
 from fourscale.model import GPT, document_starts
@@ -452,3 +454,18 @@ def test_the_door_exports_a_trained_run_with_its_provenance(trained, tmp_path):
     modes = {path.stat().st_mode for path in out.iterdir()}
     assert len(modes) == 1  # who may read one file may read all
     assert "exists" in one_error(run("export_hf.py", "--ckpt", ckpt, "--out", out, code=2))
+
+
+def test_a_door_that_is_told_to_end_leaves_nothing(tmp_path):
+    with pytest.raises(SystemExit) as e, outdir.whole(tmp_path / "hf") as temporary:
+        (temporary / "model.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert e.value.code == 143 and not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_card_says_nothing_of_this_machine():
+    assert card.public_name("owner/name") == "owner/name"
+    assert card.public_name("/home/me/secret/run/step_20") == "run/step_20"
+    assert card.public_name("/home/me/secret/model") == "model"

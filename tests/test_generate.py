@@ -187,10 +187,10 @@ def test_each_token_is_read_once():
     assert read_by(model, lambda: made(model, [ids_of(20)], 30, samples=5)) == 19 + 5 * 30
     free = made(model, [[1, 2]], 30, samples=4, seed=3)
     eot = free[1].new[4]
-    ended = made(model, [[1, 2]], 30, samples=4, seed=3, eot_id=eot)
+    ended = made(model, [[1, 2]], 30, samples=4, seed=3, eot_ids=(eot,))
     spent = sum(len(text.new) for text in ended)
     assert spent < 4 * 30
-    assert read_by(model, lambda: made(model, [[1, 2]], 30, samples=4, seed=3, eot_id=eot)) == 1 + spent
+    assert read_by(model, lambda: made(model, [[1, 2]], 30, samples=4, seed=3, eot_ids=(eot,))) == 1 + spent
     # from 20 tokens to 20 + 120, of a context of 64: full when 64 are seen, then again every 32
     assert read_by(model, lambda: made(model, [ids_of(20)], 120)) == 19 + 120 + 32 * math.ceil((20 + 119 - 64) / 32)
 
@@ -479,7 +479,7 @@ def test_end_of_text_ends_a_text_and_not_the_others():
     free = made(model, [[1, 2], [3]], samples=4, n=25, seed=3)
     eot = free[1].new[4]
     for batch_size in (8, 3):  # 3: others take the places of those that ended
-        stopped = made(model, [[1, 2], [3]], samples=4, n=25, seed=3, eot_id=eot, batch_size=batch_size)
+        stopped = made(model, [[1, 2], [3]], samples=4, n=25, seed=3, eot_ids=(eot,), batch_size=batch_size)
         for ended, other in zip(stopped, free, strict=True):
             has = eot in other.new
             assert ended.new == other.new[: other.new.index(eot) + 1 if has else None]

@@ -29,6 +29,7 @@ from fourscale.pretrained import open_pretrained
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+HUGE = 10**400  # JSON has such integers, a float has not
 CHANGES = (
     ("gpt2", {"activation_function": "relu"}, "activation_function relu"),
     ("gpt2", {"activation_function": "gelu"}, "activation_function gelu"),
@@ -58,6 +59,24 @@ CHANGES = (
     ("Qwen3-0.6B", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
     ("Qwen3-0.6B", {"model_type": "llama"}, "q_norm.weight has no place|k_norm.weight has no place"),
     ("mistral", {"sliding_window": 32}, "sliding_window 32"),
+    *((name, {"is_causal": False}, "is_causal False") for name in ("gpt2", "Llama-3.2-1B", "Qwen3-0.6B")),
+    ("gpt2", {"num_attention_heads": None}, "num_attention_heads None: not a value"),
+    ("gpt2", {"hidden_size": 36}, "wte.weight is .* by config.json .101, 36"),
+    # values of a kind that no key has
+    ("Llama-3.2-1B", {"model_type": ["llama"]}, r"model_type \['llama'\]: not supported"),
+    ("Llama-3.2-1B", {"hidden_act": "a\nb"}, "hidden_act .a.*nb.: not supported"),
+    ("Llama-3.2-1B", {"layer_types": 3}, "layer_types 3: not a value"),
+    ("Llama-3.2-1B", {"layer_types": [{}]}, "layer_types {}: not supported"),
+    ("Llama-3.2-1B", {"rope_parameters": {"rope_type": ["x"]}}, r"rope_type \['x'\]: not supported"),
+    ("Llama-3.2-1B", {"rope_parameters": {"rope_theta": HUGE}}, "rope_parameters .*: not a value"),
+    ("Llama-3.2-1B", {"rope_parameters": {"rope_type": "linear", "factor": HUGE}}, "lacks one of factor"),
+    ("Llama-3.2-1B", {"original_max_position_embeddings": None}, "lacks one of"),
+    ("Llama-3.2-1B", {"rms_norm_eps": HUGE}, "rms_norm_eps 1000.*: not a value"),
+    ("Llama-3.2-1B", {"vocab_size": HUGE}, "vocab_size 1000.*: not a value"),
+    ("Llama-3.2-1B", {"hidden_size": 2**31}, "hidden_size 2147483648: not a value"),
+    ("Llama-3.2-1B", {"max_position_embeddings": 10**25}, "max_position_embeddings 1000.*: not a value"),
+    ("gpt2", {"n_embd": 2**30}, "asks for matrices larger than any can be"),
+    ("gpt2", {"n_layer": 2**31 - 1}, "has 28 tensors for the 2147483647 layers"),
 )
 
 
@@ -125,9 +144,53 @@ def test_damaged_directories_are_told_in_one_line(tmp_path):
     next(source.glob("model-00002-*")).unlink()
     refused("is missing, a shard that model.safetensors.index.json names")
 
-    source = tmp_path / "j"
+    source = saved("gpt2", tmp_path / "j")
+    overwrite(
+        source / "model.safetensors", lambda w: w.update({"transformer.ln_f.bias": torch.ones(32, dtype=torch.float64)})
+    )
+    refused("transformer.ln_f.bias is F64; only fp32, bf16 and fp16 weights")
+
+    for where in ("a" * 5000, "..", "a\0b", "\ud800"):
+        source = saved("gpt2", tmp_path / "k", max_shard_size="10KB")
+        index = source / "model.safetensors.index.json"
+        table = json.loads(index.read_text(encoding="utf-8"))
+        table["weight_map"]["transformer.ln_f.bias"] = where
+        index.write_text(json.dumps(table), encoding="utf-8")
+        refused("is missing, a shard that model.safetensors.index.json names")
+
+    source = tmp_path / "l"
     source.mkdir()
     refused("no complete checkpoint", InputError)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    (
+        ("transformer.ln_f.bias", lambda t: t.double(), r"ln_f.bias is torch.float64; only fp32, bf16 and fp16"),
+        (
+            "transformer.ln_f.bias",
+            lambda t: t.to("meta"),
+            r"transformer.ln_f.bias without its numbers \(a meta tensor\)",
+        ),
+        ("transformer.wpe.weight", lambda t: t.to_sparse(), "transformer.wpe.weight in the layout torch.sparse_coo"),
+        (
+            "transformer.wpe.weight",
+            lambda t: t.to_sparse_csr(),
+            "transformer.wpe.weight in the layout torch.sparse_csr",
+        ),
+        (0, lambda t: torch.ones(2), "something other than named tensors"),
+    ),
+    ids=("fp64", "meta", "sparse", "sparse CSR", "a number for a name"),
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_pickle_of_other_tensors_is_refused_by_name(tmp_path, name, make, words):
+    source = saved("gpt2", tmp_path / "x")
+    as_bin(source)
+    weights = torch.load(source / "pytorch_model.bin")
+    torch.save(weights | {name: make(weights.get(name))}, source / "pytorch_model.bin")
+    with pytest.raises(InputError, match=words) as e:
+        open_pretrained(source)
+    assert "\n" not in str(e.value) and "pytorch_model.bin" in str(e.value)
 
 
 def test_no_code_of_a_pickle_is_run(tmp_path):
@@ -211,6 +274,42 @@ def test_the_end_of_a_text_is_found_in_the_config_too(tmp_path):
         hfdir.tokenizer_of(tmp_path, {})
     assert hfdir.tokenizer_of(tmp_path, {"eos_token_id": ends}).eot_token == "<|fin|>"
     assert hfdir.tokenizer_of(tmp_path, {"eos_token_id": [ends, 3]}).eot_id == ends
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    (
+        (None, {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": [9, 7, 9]}, (7, 9)),
+        (None, {"eos_token_id": None}, ()),
+        (None, {}, ()),
+        ({"eos_token_id": [128009, 128001, 128008]}, {"eos_token_id": 128001}, (128001, 128008, 128009)),
+        ({"eos_token_id": 0}, {"eos_token_id": 128001}, (0,)),
+        ({"eos_token_id": []}, {"eos_token_id": 7}, ()),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, (7,)),
+        ({"temperature": 0.6}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": "</s>"}, {"eos_token_id": 7}, r"generation_config.json: eos_token_id </s>: neither an id"),
+        (
+            {"eos_token_id": [7, True]},
+            {"eos_token_id": 7},
+            r"generation_config.json: eos_token_id \[7, True\]: neither",
+        ),
+        ({"eos_token_id": -1}, {"eos_token_id": 7}, "generation_config.json: eos_token_id -1: neither"),
+        (None, {"eos_token_id": 7.0}, "/config.json: eos_token_id 7.0: neither"),
+        ("{", {"eos_token_id": 7}, "generation_config.json: not valid JSON"),
+        ([7], {"eos_token_id": 7}, "generation_config.json: holds no JSON object"),
+    ),
+)
+def test_every_id_that_ends_a_text_is_known(tmp_path, generation, config, ids):
+    if generation is not None:
+        text = generation if isinstance(generation, str) else json.dumps(generation)
+        (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
+    if isinstance(ids, tuple):
+        assert hfdir.stop_ids(tmp_path, config) == ids
+        return
+    with pytest.raises(InputError, match=ids) as e:
+        hfdir.stop_ids(tmp_path, config)
+    assert "\n" not in str(e.value) and str(e.value).startswith(str(tmp_path))
 
 
 def test_a_tokenizer_with_more_ids_than_rows_is_refused(tmp_path):

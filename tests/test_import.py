@@ -31,6 +31,8 @@ from fourscale.config import ModelConfig, TrainConfig
 from fourscale.model import GPT, rotary_tables
 from fourscale.pretrained import open_pretrained
 
+STRETCH = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"} | {"rope_theta": 5000.0}
+
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -80,6 +82,37 @@ def test_rotary_scaling_as_transformers_4_writes_it():
     assert (cfg.rope_theta, cfg.rope_scaling) == (500_000.0, "llama3:32,1,4,8192")
     assert hf.model_config(base | {"rope_scaling": {"type": "linear", "factor": 2.5}}).rope_scaling == "linear:2.5"
     assert hf.model_config(base | {"rope_scaling": None}).rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    (
+        ("Llama-3.2-1B", {"original_max_position_embeddings": 16}),  # beside the table's 64
+        ("Llama-3.2-1B", {"original_max_position_embeddings": 16, "rope_parameters": STRETCH}),
+        ("Llama-3.2-1B", {"rope_parameters": STRETCH}),
+        ("gpt2", {"num_attention_heads": 8}),  # beside n_head 4
+        ("gpt2", {"num_attention_heads": 8, "n_head": ...}),
+        (
+            "gpt2",
+            {
+                **{"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 24},
+                **{"n_embd": 7, "n_layer": ..., "n_positions": 7},
+            },
+        ),
+    ),
+    ids=("16 and 64", "16 alone", "no context", "8 and 4 heads", "8 heads", "all aliases"),
+)
+def test_keys_that_stand_twice_count_as_they_do_for_transformers(tmp_path, name, changes):
+    from transformers import AutoModelForCausalLM
+
+    source = saved(name, tmp_path / "x")
+    change(source, **changes)
+    place = open_pretrained(source)
+    ids = torch.randint(101, (2, min(place.cfg.ctx, 256)), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = place.model()(ids)
+        theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(ids).logits
+    assert (ours - theirs).abs().max() < 1e-4 and theirs.abs().max() > 1
 
 
 @pytest.mark.parametrize("name", ("Llama-3.2-1B", "Qwen3-0.6B"))
@@ -222,7 +255,7 @@ def test_nothing_is_published_where_logits_differ(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_doors_pass_an_imported_model_on(sources, data, tmp_path):
+def test_the_doors_pass_an_imported_model_on(data, tmp_path):
     source, out = saved("Qwen3-0.6B", tmp_path / "x"), tmp_path / "run"
     change(source, vocab_size=320)
     overwrite(source / "model.safetensors", lambda w: w.update({"model.embed_tokens.weight": torch.randn(320, 32)}))
@@ -239,6 +272,8 @@ def test_the_doors_pass_an_imported_model_on(sources, data, tmp_path):
     assert "nothing failed" in run("check.py", "ckpt", "--deep", out).stdout
     again = one_error(run("train.py", "--data", data, "--ckpt-dir", out, "--resume", "auto", code=2))
     assert f"start one from its weights with --init-from {out}" in again
+    fresh = one_error(run("train.py", "--data", data, "--ckpt-dir", out, code=2))
+    assert "it is an imported model: start from it with --init-from, in another directory" in fresh
     for place in (out, source):
         assert run("sample.py", "--ckpt", place, "--prompt", "a", "--max-new-tokens", 3).stdout.startswith("a")
     flags = ("--ctx", 32, "--global-bsz", 4, "--steps", 2, "--lr", 1e-3, "--backend", "gloo", "--eval-tokens", 500)

@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, one_error, rows, run
 
-from fourscale import rundir
+from fourscale import origins, rundir
 from fourscale.pretrained import open_pretrained
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -114,3 +115,11 @@ def test_a_damaged_source_is_refused(trained, data, tmp_path):
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     line = ("--init-from", copy, "--data", data, "--ckpt-dir", tmp_path / "ckpt", *SHAPELESS)
     assert "is damaged" in one_error(run("train.py", *line, code=2))
+
+
+def test_a_restart_may_name_its_beginning_in_other_words_but_no_other():
+    step, model = Path("/runs/a/step_20"), Path("/models/a")
+    same = [(step, step), ("/runs/a", step), ("/runs/a/best", step), ("/runs/a/latest", step), (model, model)]
+    other = [("/runs/a/step_10", step), ("/runs/b", step), ("/runs", step), ("/models/b", model), ("/models", model)]
+    assert all(origins._names(Path(path), place) for path, place in same)
+    assert not any(origins._names(Path(path), place) for path, place in other)

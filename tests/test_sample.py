@@ -345,6 +345,15 @@ def test_a_hugging_face_directory_is_sampled_from_as_it_is(door, ckpt, tmp_path)
     assert row["tokens"] == ids[0, 4:].tolist() and row["text"] == BYTES.decode(row["tokens"])
     assert (row["ckpt"], row["update"]) == (str(tmp_path), None) and len(row["digest"]) == 64
 
+    # Chat models name several ids that end a text.
+    stops = [256, ids[0, 8].item()]
+    table = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(table | {"eos_token_id": stops}))
+    row = json.loads(door(*flags[:5], *flags[6:])[0])
+    options |= {"eos_token_id": stops, "max_new_tokens": 20}
+    assert row["tokens"] == AutoModelForCausalLM.from_pretrained(tmp_path).generate(idx, **options)[0, 4:].tolist()
+    assert row["finish"] == "eot" and len(row["tokens"]) <= 5 and row["tokens"][-1] in stops
+
 
 def test_ctrl_c_stops_a_text_and_not_the_conversation(ckpt):
     flags = ("--ckpt", ckpt, "--interactive", "--max-new-tokens", 10**6, "--ignore-eot")
