@@ -363,6 +363,7 @@ def test_ctrl_c_stops_a_text_and_not_the_conversation(ckpt):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in a background job
     ) as process:
         process.stdin.write(b"def \n")
         process.stdin.flush()
@@ -371,9 +372,10 @@ def test_ctrl_c_stops_a_text_and_not_the_conversation(ckpt):
         time.sleep(0.2)
         process.stdin.write(b"class \n")
         process.stdin.flush()
-        seen = head
-        while b"\nclass " not in seen:
+        seen, deadline = head, time.monotonic() + 60
+        while b"\nclass " not in seen and time.monotonic() < deadline:
             seen += os.read(process.stdout.fileno(), 1 << 16)
+        assert b"\nclass " in seen or process.kill()
         process.send_signal(signal.SIGINT)
         process.stdin.write(b"\n")
         process.stdin.flush()
