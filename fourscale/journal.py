@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 
 from fourscale import __version__, shards, tokenization
-from fourscale.cli import InputError, RunFailed
+from fourscale.cli import InputError, RunFailed, say
 from fourscale.shards import sync_directory
 from fourscale.tokenization import Tokenizer
 
@@ -78,11 +78,12 @@ def locked(out: Path) -> Iterator[None]:
     fresh = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / ".lock", timeout=0)
-    with contextlib.suppress(NotImplementedError):  # a file system without locks
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise InputError(f"{out}: another prepare.py is at work here; wait for it or use another --out") from None
+    try:
+        lock.acquire()
+    except NotImplementedError:
+        say(f"note: {out}: its file system has no locks; start no second prepare.py there meanwhile")
+    except filelock.Timeout:
+        raise InputError(f"{out}: another prepare.py is at work here; wait for it or use another --out") from None
     try:
         yield
     except InputError:

@@ -45,8 +45,9 @@ class Lock:
         """
         self._file = filelock.FileLock(self.directory / ".lock", timeout=0)
         try:
-            with contextlib.suppress(NotImplementedError):  # a file system without locks
-                self._file.acquire()
+            self._file.acquire()
+        except NotImplementedError:
+            say(f"note: {self.directory}: its file system has no locks; the heartbeat alone keeps a second writer out")
         except filelock.Timeout:
             raise self._refusal(locked=True, alive=self._beats(HOLDER_SILENT_S)) from None
         before = self._holder()
