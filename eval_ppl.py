@@ -398,7 +398,7 @@ def main() -> None:
     cfg.check()
     import torch
 
-    from fourscale import formats, heldout, parallel, rawtext, rundir
+    from fourscale import durable, formats, heldout, parallel, rawtext
     from fourscale.sources import shares
 
     topology = parallel.start("ddp", cfg.backend, cfg.device, cfg.dtype)
@@ -464,7 +464,7 @@ def main() -> None:
             say("a window counts for the shard or file that holds the first token scored in it")
     if cfg.json is not None:
         figures = json.dumps(rows[0] if len(rows) == 1 else rows, indent=2) if topology.main else ""
-        topology.from_main(lambda: rundir.replace(cfg.json, figures + "\n"))
+        topology.from_main(lambda: durable.replace(cfg.json, figures + "\n"))
     parallel.stop(topology)
 
 

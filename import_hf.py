@@ -113,7 +113,7 @@ def compare(source: Pretrained, kept: Logits, tokens: int) -> Agreement:
 def publish(out: Path, source: Pretrained, tokenizer: Tokenizer | None) -> Agreement:
     """Write the run, compare its logits with those that transformers computes of the source, and only then rename it to
     `out`; otherwise nothing is left behind. Raises InputError, or RunFailed where they differ."""
-    from fourscale import agreement, checkpoint, rundir
+    from fourscale import agreement, checkpoint, durable, rundir
 
     with whole(out) as temporary:
         model = source.model()
@@ -137,9 +137,9 @@ def publish(out: Path, source: Pretrained, tokenizer: Tokenizer | None) -> Agree
         with writing(out):
             if tokenizer is not None:
                 tokenizer.save(temporary)
-            rundir.write_json(temporary / STEP / "step.json", step | {"sha256": rundir.seal(step)})
-            rundir.write_json(temporary / "run.json", run)
-            rundir.replace(temporary / "latest", f"{STEP}\n")
+            durable.write_json(temporary / STEP / "step.json", step | {"sha256": rundir.seal(step)})
+            durable.write_json(temporary / "run.json", run)
+            durable.replace(temporary / "latest", f"{STEP}\n")
     return found
 
 

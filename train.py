@@ -7,6 +7,8 @@
     torchrun --nproc_per_node=8 train.py --branch-from ckpt/step_9000 --ckpt-dir ./anneal --schedule wsd --steps 12000
     python train.py --init-from openai-community/gpt2 --data ./data --ckpt-dir ./tuned --lr 3e-5    # weights alone
     python train.py --data ./web:0.7 --data ./code:0.3                        # two data sets, mixed by share of samples
+    python train.py --config launch/gpt2-124m.toml --plan --gpu H100          # what it takes, before it is started
+    torchrun --nproc_per_node=2 train.py --data ./data --preflight            # seconds that may save days
 
 Read it from top to bottom: flags, group, data, contract, model, the loop, the end.
 """
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 def main() -> None:
     # ---- 1. flags: usage errors end here, before torch is imported -------------------------------------------------
     flags = layered(TrainConfig())
+    if flags.plan and flags.measure is None:
+        from fourscale import planning
+
+        return planning.show(flags)
     from fourscale import origins, parallel
 
     flags = origins.recall(flags)
@@ -56,9 +62,15 @@ def main() -> None:
 
 
 def pretrain(flags: TrainConfig, topology: Topology) -> int:
-    """Claim the run directory and train in it; the exit code."""
-    from fourscale import cli, parallel, publish
+    """Claim the run directory and train in it, or try out what was asked on a copy; the exit code."""
+    from fourscale import cli, lrfind, parallel, planning, preflight, publish
 
+    if flags.plan:
+        return planning.measured(flags, topology, train)
+    if flags.preflight:
+        return preflight.check(flags, topology, train)
+    if flags.lr_find:
+        return lrfind.sweep(flags, topology, train)
     say = cli.say if topology.main else lambda line: None
     stop_request = parallel.StopRequest()
     finished = flags.ckpt_dir / "DONE.json"
@@ -83,7 +95,24 @@ def train(
 ) -> int:
     import torch
 
-    from fourscale import budget, checkpoint, corpus, heldout, optim, origins, parallel, rundir, saving, telemetry
+    from fourscale import (
+        budget,
+        checkpoint,
+        corpus,
+        heldout,
+        metrics,
+        optim,
+        origins,
+        parallel,
+        plots,
+        rundir,
+        samples,
+        saving,
+        schedule,
+        target,
+        telemetry,
+        trackers,
+    )
     from fourscale.model import GPT, IGNORE
     from fourscale.order import supervised, update_rows
 
@@ -101,8 +130,9 @@ def train(
     origin = origins.origin_of(ckpt, parent)
     plan = budget.plan(flags, data.vocab_size, topology.world_size, device_type, topology.dtype, data.eot_id, origin)
     cfg, ctx, world, updates = plan.cfg, plan.cfg.model.ctx, topology.world_size, plan.updates
-    optim.check_schedule(updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
+    schedule.check_schedule(updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
     order = data.order(ctx, cfg.data_seed, cfg.sampling)
+    sampler = samples.Sampler(run_dir, data.tokenizer, cfg.sample_tokens if cfg.eval_every else 0, cfg.sample_prompt)
     attempt = {
         "attempt": run_dir.attempt,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -122,6 +152,7 @@ def train(
         "tokenizer": data.tokenizer.entry() if data.tokenizer else None,
         "data": data.contract(),
         "training": plan.training_table(),
+        "baselines": data.baselines(),
         "config": rundir.as_table(dataclasses.replace(cfg, **data.absolute)),
         "attempts": [*(ckpt.run["attempts"] if ckpt else []), attempt],
     }
@@ -173,9 +204,10 @@ def train(
         topology,
         updates,
         budget.flops_per_token(cfg.model),
-        budget.peak_flops(attempt["device"], cfg.dtype),
+        budget.peak_flops(attempt["device"], cfg.dtype, cfg.peak_tflops),
         run_dir.event,
         run_dir.assert_writer,
+        budget.price_of(cfg.price).per_hour if cfg.price else None,
     )
 
     def tensors() -> dict[str, torch.Tensor]:
@@ -190,7 +222,10 @@ def train(
         say(f"{'resumed' if ckpt else 'branched'} from {before.dir.name}: {tokens_seen:,} tokens seen")
     guard = optim.Guard(topology.device, cfg.skip_spikes, history.get("guard"))
     scaler = optim.gradient_scaler(topology.dtype, topology.device, world, history.get("scaler"))
-    topology.from_main(lambda: telemetry.rewind(run_dir.path, done))
+    meter.spent = topology.from_main(lambda: telemetry.spent_before(run_dir.path, meter.price))
+    for stem in ("metrics", "samples"):
+        topology.from_main(lambda stem=stem: metrics.rewind(run_dir.path, done, stem))
+    aim = target.Target(run_dir.path, topology, cfg.target_loss, cfg.stop_when)
     saver = saving.Saver(run_dir, cfg.keep, cfg.keep_every, cfg.async_ckpt, cfg.max_save_failures)
     for note in saver.check_space(tensors()):
         say(f"note: {note}")
@@ -227,7 +262,7 @@ def train(
 
     def evaluate() -> dict[str, Any] | None:
         scores = {}
-        with meter.off_the_clock():
+        with meter.off_the_clock("eval"):
             for part, starts in zip(data.parts, eval_starts, strict=True):
                 score = heldout.score(
                     model, part.val, ctx, starts, cfg.local_bsz, topology, asked_to_stop=asked_to_stop
@@ -238,10 +273,11 @@ def train(
             score, losses = heldout.pooled(scores.values()), {name: s.loss for name, s in scores.items()}
             each = "".join(f" | {name} {loss:.4f}" for name, loss in losses.items()) if data.mixed else ""
             say(f"step {done} | val loss {score.loss:.4f} | val ppl {score.perplexity:.2f}{each}")
+            sampler.write(done, raw)
         return telemetry.held_out_fields(score.loss, losses)
 
     def save() -> None:
-        with meter.off_the_clock():
+        with meter.off_the_clock("save"):
             meter.flush(aloud=False, durable=True)
             step = {"update": done, "tokens": tokens_seen, "samples_seen": plan.samples(done)}
             step |= {"applied": done - meter.skipped, "skipped": meter.skipped, "val_loss": None}
@@ -257,7 +293,8 @@ def train(
     saved_at = time.monotonic()
     loader = ThreadPoolExecutor(max_workers=1)  # the next update is read while this one is computed
     upcoming = loader.submit(load, done) if done < stop_at else None
-    meter.restart_clock()
+    following = trackers.Trackers(cfg.tracker if topology.main else (), run_dir, done, resumed=ckpt is not None)
+    meter.begin(done, tokens_seen, cfg.progress)
     while done < stop_at:
         waited = time.monotonic()
         inputs, targets, count = upcoming.result()
@@ -279,8 +316,9 @@ def train(
             break
 
         began = time.monotonic() - data_ms / 1e3
-        lr = optim.learning_rate(done, updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
+        lr = schedule.learning_rate(done, updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
         optim.set_lr(optimizers, lr)
+        instants = [meter.instant()]  # on the device's clock: nothing waits for it
         model.zero_grad(set_to_none=True)
         own_loss = torch.zeros((), device=topology.device)
         for m in range(cfg.grad_accum):
@@ -296,19 +334,21 @@ def train(
                 # DDP and FSDP average over ranks: times world_size, over the global count, is the mean over all tokens.
                 scaler.scale(window_sums.sum() * (world / count)).backward()
             own_loss += window_sums.detach().sum()
+        instants.append(meter.instant())
         optim.unscale(scaler, optimizers)
         norm = parallel.clip_gradients(model, cfg.clip)
         loss = topology.sum_on_device(own_loss.clone()) / count
         skipped = guard.judge(loss, norm)  # on the device, the same on all ranks
         optim.step(optimizers, skipped)
         scaler.update()
-        samples = (plan.samples(done), plan.samples(done + 1))
+        instants.append(meter.instant())
+        ids = (plan.samples(done), plan.samples(done + 1))
         tokens_seen += count
         done += 1
         epochs = data.by_name(order.epochs(plan.samples(done)))
         meter.add(
             telemetry.Pending(
-                done, tokens_seen, count, lr, epochs, samples, data_ms, own_ms, loss, own_loss, norm, skipped
+                done, tokens_seen, count, lr, epochs, ids, data_ms, own_ms, loss, own_loss, norm, skipped, instants
             )
         )
 
@@ -317,11 +357,16 @@ def train(
         aloud = due or done == stop_at or done % cfg.log_every == 0 or done == 1
         if aloud or done % quiet_every == 0:
             meter.flush(held_out, aloud=bool(aloud))
+        if done == 1 and (fault := telemetry.first_loss_fault(meter.newest_loss, cfg.model.vocab_size, bool(source))):
+            say(f"note: step 1: {fault}")
         val_loss = (held_out or {}).get("val_loss")
         best = cfg.save_best and val_loss is not None and (saver.best is None or val_loss < saver.best[1])
         if (cfg.ckpt_every and done % cfg.ckpt_every == 0) or late or best:
             save()
             saved_at = time.monotonic()
+        if held_out and done < stop_at and (why := aim.look(done)):
+            stopped_by = why
+            break
         if meter.longest_streak >= cfg.skip_limit:
             raise RunFailed(
                 f"step {done}: {meter.longest_streak} updates in a row were dropped (--skip-limit), see "
@@ -330,6 +375,7 @@ def train(
 
     # ---- 7. the end: a checkpoint, a receipt, the curve -----------------------------------------------------------
     loader.shutdown(cancel_futures=True)
+    meter.end()
     with damage_on_record():
         verified = verification.close(patient=done == stop_at)
     saver.finish()
@@ -344,7 +390,7 @@ def train(
         if saver.saved != done:
             save()
         saver.finish(final=True)
-    topology.from_main(lambda: telemetry.plot_loss(run_dir.path))
+    topology.from_main(lambda: plots.plot_loss(run_dir.path))
     receipt = {"update": done, "updates": updates, "tokens": tokens_seen, "skipped": meter.skipped, "val_loss": None}
     receipt |= (held_out or {}) | verified
     complete = done == updates and not unscored
@@ -356,9 +402,10 @@ def train(
     else:
         stopped_by = stopped_by or stop_request.name or "a signal to another rank"
         run_dir.receipt("STOPPED.json", receipt | {"by": stopped_by})
-        if saver.saved is None:
-            say(f"stopped by {stopped_by} before the first update: there is nothing to save")
-            return 130
+    following.close()
+    if saver.saved is None:
+        say(f"stopped by {stopped_by} before the first update: there is nothing to save")
+        return 130
     what = f"finished {updates:,} updates" if complete else f"stopped by {stopped_by} after {done:,} updates"
     say(f"{what}, {tokens_seen:,} tokens | {run_dir.path / 'loss.png'}")
     return 0

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import difflib
+import math
+import os
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fourscale.cli import InputError, flag
 from fourscale.config import ModelConfig, TrainConfig
@@ -22,21 +28,37 @@ class Parameters:
         return self.decayed + self.not_decayed
 
 
+def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter of a filled-in ModelConfig by its name in the model, in the model's order."""
+    d, q, kv, f = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim, cfg.d_ff
+    gpt2 = cfg.arch == "gpt2"
+
+    def norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (width,)} | ({f"{name}.bias": (width,)} if gpt2 else {})
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if gpt2 else {})
+
+    block = norm("attn_norm", d) | linear("attn.qkv", q + 2 * kv, d) | linear("attn.out", d, q)
+    if cfg.qk_norm:
+        block |= norm("attn.q_norm", cfg.head_dim) | norm("attn.k_norm", cfg.head_dim)
+    block |= norm("mlp_norm", d) | linear("mlp.up", f, d)
+    block |= ({} if gpt2 else linear("mlp.gate", f, d)) | linear("mlp.down", d, f)
+    out: dict[str, tuple[int, ...]] = {"wte.weight": (cfg.padded_vocab, d)}
+    out |= {"wpe.weight": (cfg.ctx, d)} if gpt2 else {}
+    for i in range(cfg.n_layers):
+        out |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    return out | norm("norm", d) | ({} if cfg.tie else {"head.weight": (cfg.padded_vocab, d)})
+
+
 def count_parameters(cfg: ModelConfig) -> Parameters:
     """Parameters of a filled-in ModelConfig: matrices are decayed, vectors (norms, biases) are not."""
-    d, q, kv = cfg.d_model, cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-    embedding = cfg.padded_vocab * d * (1 if cfg.tie else 2)
-    attention = d * (q + 2 * kv) + q * d
-    if cfg.arch == "gpt2":
-        embedding += cfg.ctx * d
-        matrices = attention + 2 * d * cfg.d_ff
-        vectors = (d + 2 * kv) + d + cfg.d_ff + d + 2 * 2 * d  # biases, then two LayerNorms
-        final = 2 * d
-    else:
-        matrices = attention + 3 * d * cfg.d_ff
-        vectors = 2 * d + (2 * cfg.head_dim if cfg.qk_norm else 0)
-        final = d
-    return Parameters(embedding + cfg.n_layers * matrices, cfg.n_layers * vectors + final, embedding)
+    sizes = {name: (math.prod(shape), len(shape) > 1) for name, shape in shapes(cfg).items()}
+    return Parameters(
+        decayed=sum(n for n, matrix in sizes.values() if matrix),
+        not_decayed=sum(n for n, matrix in sizes.values() if not matrix),
+        embedding=sum(sizes[name][0] for name in ("wte.weight", "wpe.weight", "head.weight") if name in sizes),
+    )
 
 
 def heads_for(d_model: int, n_kv_heads: int) -> int:
@@ -196,6 +218,9 @@ def plan(
         raise InputError("--save-best: without held-out losses there is no best; leave it out or raise --eval-every")
     if cfg.keep_every and cfg.keep is None:
         raise InputError("--keep-every: goes with --keep N; without it every checkpoint is kept")
+    _check_expectations(cfg)
+    if cfg.stop_when and cfg.target_loss is None:
+        raise InputError(f"--stop-when {cfg.stop_when[0]}: needs the loss to reach; give --target-loss")
     if 0 < cfg.skip_spikes <= 1:
         raise InputError(f"--skip-spikes {cfg.skip_spikes:g}: must be above 1, or every update is one; 0 for none")
     for name in ("beta1", "beta2"):
@@ -219,36 +244,204 @@ def plan(
     return Plan(full, updates, token_budget, per_update, origin)
 
 
+def _check_expectations(cfg: TrainConfig) -> None:
+    """Raise InputError for what a plan or a run's cost can't be reckoned with."""
+    for name in ("peak_tflops", "expect_tokens_per_s"):
+        value = getattr(cfg, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"{flag(name)} {value:g}: must be a finite number above 0")
+    if not 0 < cfg.expect_mfu <= 1:
+        raise InputError(f"--expect-mfu {cfg.expect_mfu:g}: is a share of the peak, above 0 and at most 1, as in 0.4")
+    if cfg.price is not None:
+        price_of(cfg.price)
+    if cfg.gpu is not None:
+        card_asked(cfg.gpu)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a device-hour, in whatever currency --price is meant, as it was on a day."""
+
+    per_hour: float
+    date: datetime.date
+
+
+def price_of(text: str) -> Price:
+    """--price, as in 2.50@2026-11-30. Raises InputError where the day is missing: prices age."""
+    number, at, day = text.partition("@")
+    if not at:
+        raise InputError(f"--price {text}: prices age; add the day this one was seen, as in {text}@2026-11-30")
+    try:
+        price = Price(float(number), datetime.date.fromisoformat(day))
+    except ValueError:
+        raise InputError(
+            f"--price {text}: write the price of a device-hour and its day, as in 2.50@2026-11-30"
+        ) from None
+    if not 0 <= price.per_hour < float("inf"):
+        raise InputError(f"--price {text}: must be a finite number, 0 or more")
+    if price.date > datetime.date.today() + datetime.timedelta(days=1):  # a day ahead may be a time zone
+        raise InputError(f"--price {text}: its day lies ahead; write the day on which the price was seen")
+    return price
+
+
+def shard_size_of(parallel: str, asked: int | None, world: int) -> int:
+    """How many ranks share one copy of weights and optimizer. Raises InputError where `asked` doesn't fit."""
+    if parallel != "hsdp":
+        if asked is not None:
+            raise InputError(f"--shard-size {asked}: goes with --parallel hsdp; {parallel} has no choice")
+        return world if parallel == "fsdp" else 1
+    if asked is None and world > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise InputError("--parallel hsdp: the launcher doesn't tell the ranks of a node; give --shard-size")
+    size = asked if asked is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if size < 1 or world % size:
+        given = f"--shard-size {size}" if asked is not None else f"--parallel hsdp: {size} ranks a node"
+        raise InputError(f"{given}: {world} ranks are not a multiple of it; give --shard-size a divisor of {world}")
+    return size
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
 def flops_per_token(cfg: ModelConfig) -> float:
     """Training FLOPs a token by 6 N, N all parameters (Kaplan et al. 2020, arXiv:2001.08361): MFU counts these."""
     return 6.0 * count_parameters(cfg).total
 
 
-# Dense bf16 tensor-core peaks in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets and white papers.
-# The longest name that occurs in the device's name counts.
-PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "A6000": 154.8,
-    "B200": 2250.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "L4": 121.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "RTX 3090": 71.0,
-    "RTX 4090": 165.2,
-    "RTX 5090": 209.5,
+@dataclass(frozen=True)
+class Flops:
+    """Training FLOPs a token of each kind of matrix product, forward and backward."""
+
+    blocks: float
+    scores: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.scores + self.head
+
+
+def exact_flops(cfg: ModelConfig) -> Flops:
+    """Training FLOPs a token, product by product: 2 a multiplication of a forward, twice that for the backward.
+
+    scores: queries by keys and weights by values, 12 n_layers n_heads head_dim ctx, with the whole ctx x ctx square
+    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a causal kernel that leaves out what is masked does half.
+    head: over the padded vocabulary, whether tied or not. Norms, activations and lookups count as nothing.
+    """
+    matrices = sum(math.prod(s) for name, s in shapes(cfg).items() if name.startswith("blocks.") and len(s) > 1)
+    scores = 12.0 * cfg.n_layers * cfg.n_heads * cfg.head_dim * cfg.ctx
+    return Flops(6.0 * matrices, scores, 6.0 * cfg.padded_vocab * cfg.d_model)
+
+
+def with_recomputation(cfg: ModelConfig, act_ckpt: str) -> Flops:
+    """`exact_flops` as the device really computes them: --act-ckpt block runs each block's forward twice, but for its
+    last product, whose result no gradient needs; selective runs no product twice."""
+    flops = exact_flops(cfg)
+    if act_ckpt != "block":
+        return flops
+    down = 2.0 * cfg.n_layers * cfg.d_ff * cfg.d_model
+    return Flops(4 / 3 * flops.blocks - down, 4 / 3 * flops.scores, flops.head)
+
+
+def muon_flops(cfg: ModelConfig) -> float:
+    """FLOPs of an update's five Newton-Schulz steps on the blocks' matrices, over all ranks: 5 (4 m^2 n + 2 m^3) for
+    one whose sides are m <= n."""
+    sides = [sorted(s) for name, s in shapes(cfg).items() if name.startswith("blocks.") and len(s) > 1]
+    return sum(5.0 * (4 * m * m * n + 2 * m**3) for m, n in sides)
+
+
+def mfu(tokens_per_s: float, flops_a_token: float, peak: float, devices: int) -> float:
+    """Model FLOPs utilisation, 0 to 1: tokens_per_s over all devices, peak in FLOP/s of one (arXiv:2204.02311).
+
+    With 6 N a token, whatever is recomputed: what a model needs, not what a device is kept busy with.
+    """
+    return tokens_per_s * flops_a_token / (peak * devices)
+
+
+def tokens_per_s(share: float, flops_a_token: float, peak: float, devices: int) -> float:
+    """The rate over all devices that an MFU of `share` means; the inverse of `mfu`."""
+    return share * peak * devices / flops_a_token
+
+
+# ---- cards ---------------------------------------------------------------------------------------------------------
+
+
+class Card(NamedTuple):
+    """Peaks of dense matrix products with fp32 accumulation in TFLOP/s, None where the card has no unit for them, and
+    its memory in GB (several where it is sold with several)."""
+
+    bf16: float | None
+    fp16: float | None
+    memory: tuple[int, ...]
+
+
+# From the makers' data sheets and white papers. Where these only give the rate with 2:4 sparsity, it is halved.
+CARDS = {
+    # "NVIDIA Tesla V100 GPU Accelerator" (2018), "V100S PCIe" (2019): fp16 alone
+    "V100": Card(None, 125.0, (16, 32)),
+    "V100 PCIE": Card(None, 112.0, (16, 32)),
+    "V100S": Card(None, 130.0, (32,)),
+    "T4": Card(None, 65.0, (16,)),  # "NVIDIA T4" (2018)
+    "A100": Card(312.0, 312.0, (40, 80)),  # "NVIDIA A100 Tensor Core GPU" (2020, 2021), PCIe and SXM alike
+    "A800": Card(312.0, 312.0, (40, 80)),  # the same with slower NVLink
+    "A30": Card(165.0, 165.0, (24,)),  # "NVIDIA A30" (2021)
+    "A10": Card(125.0, 125.0, (24,)),  # "NVIDIA A10" (2021)
+    "A10G": Card(70.0, 70.0, (24,)),  # "NVIDIA A10G", for AWS G5 (2021)
+    "A40": Card(149.7, 149.7, (48,)),  # "NVIDIA A40" (2020)
+    "A6000": Card(154.8, 154.8, (48,)),  # "NVIDIA Ampere GA102 GPU Architecture", v2 (2021), RTX A6000
+    "RTX 3090": Card(71.0, 71.0, (24,)),  # the same paper, appendix A: with fp16 accumulation it would be twice that
+    "RTX 3090 TI": Card(80.0, 80.0, (24,)),
+    "H100": Card(989.0, 989.0, (80,)),  # "NVIDIA H100 Tensor Core GPU" (2023), SXM: 1,979 with sparsity
+    "H100 PCIE": Card(756.0, 756.0, (80,)),
+    "H100 NVL": Card(835.0, 835.0, (94,)),
+    "H800": Card(989.0, 989.0, (80,)),  # as H100 SXM, with slower NVLink
+    "H200": Card(989.0, 989.0, (141,)),  # "NVIDIA H200 Tensor Core GPU" (2024), SXM
+    "H200 NVL": Card(835.0, 835.0, (141,)),
+    "GH200": Card(989.0, 989.0, (96, 144)),  # "NVIDIA GH200 Grace Hopper Superchip" (2023)
+    "L4": Card(121.0, 121.0, (24,)),  # "NVIDIA L4" (2023): 242 with sparsity
+    "L40": Card(181.0, 181.0, (48,)),  # "NVIDIA L40" (2022)
+    "L40S": Card(362.0, 362.0, (48,)),  # "NVIDIA L40S" (2023)
+    "RTX 4090": Card(165.2, 165.2, (24,)),  # "NVIDIA Ada GPU Architecture", v2 (2023), appendix A
+    "RTX 6000 ADA": Card(364.2, 364.2, (48,)),  # "NVIDIA RTX 6000 Ada Generation" (2023): 1,457 in fp8 with sparsity
+    "RTX 5090": Card(209.5, 209.5, (32,)),  # "NVIDIA RTX Blackwell GPU Architecture" (2025), appendix
+    "B200": Card(2250.0, 2250.0, (180,)),  # "NVIDIA Blackwell" (2025), HGX B200: 4,500 with sparsity
+    "GB200": Card(2500.0, 2500.0, (186,)),  # the same, GB200 NVL72
+    # "AMD Instinct MI200" (2022), a half of the two dies: each is a device
+    "MI250X": Card(191.5, 191.5, (64,)),
+    "MI250": Card(181.0, 181.0, (64,)),
+    "MI300X": Card(1307.4, 1307.4, (192,)),  # "AMD Instinct MI300X" (2023)
+    "MI325X": Card(1307.4, 1307.4, (256,)),  # "AMD Instinct MI325X" (2024)
 }
 
+# A part of a card, or another card under a similar name.
+OTHERS = {"LAPTOP", "MOBILE", "MAX", "MIG", "D"}
 
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a card for bf16 matrix products, or None where it is unknown (other dtypes included)."""
-    if dtype != "bf16":
-        return None
-    words = device_name.replace("-", " ").split()
-    hits = [k for k in PEAK_TFLOPS if all(w in words for w in k.split())]
-    return PEAK_TFLOPS[max(hits, key=len)] * 1e12 if hits else None
+
+def card_of(device_name: str) -> str | None:
+    """The key of CARDS for a device's own name, as in 'NVIDIA A100-SXM4-80GB'; None where it has none."""
+    words = set(re.split(r"[\s/-]+", device_name.upper()))
+    hits = [name for name in CARDS if set(name.split()) <= words]
+    return max(hits, key=len) if hits and not words & OTHERS else None
+
+
+def card_asked(name: str) -> str:
+    """The key of CARDS for --gpu, in a person's spelling: h100, rtx4090, '4090', 'H100 SXM'. Raises InputError."""
+    bare = {re.sub(r"\W", "", key): key for key in CARDS}
+    typed = re.sub(r"\W", "", name.upper())
+    found = card_of(name) or bare.get(typed) or bare.get(f"RTX{typed}")
+    if found is None:
+        near = [bare[b] for b in difflib.get_close_matches(typed, bare, n=4, cutoff=0.5)]
+        raise InputError(
+            f"--gpu {name}: not in the table of cards; {'nearest are' if near else 'it has'} "
+            f"{', '.join(near or CARDS)}; or give the card's --peak-tflops"
+        )
+    return found
+
+
+def peak_flops(device_name: str, dtype: str, tflops: float | None = None) -> float | None:
+    """Peak FLOP/s of a card for dense matrix products in `dtype`, or None where it is unknown (fp32 always is: it
+    depends on whether TF32 is allowed). tflops: --peak-tflops, which wins over the table."""
+    if tflops is not None:
+        return tflops * 1e12
+    name = card_of(device_name)
+    peak = None if name is None or dtype not in ("bf16", "fp16") else getattr(CARDS[name], dtype)
+    return None if peak is None else peak * 1e12

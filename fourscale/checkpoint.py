@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from fourscale.cli import InputError
+from fourscale.durable import fsync
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -161,17 +161,6 @@ def cause(e: BaseException) -> str:
     return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
 
 
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Around writes: an OSError that names no file, as that of a full disk, gets the name of `path`."""
-    try:
-        yield
-    except OSError as e:
-        if e.filename is None:
-            e.filename = str(path)
-        raise
-
-
 def available_memory() -> int | None:
     """Bytes that can still be allocated on this host without swapping, within the limits of its control groups; None
     where the system doesn't tell."""
@@ -197,17 +186,6 @@ def available_memory() -> int | None:
                     stat = dict(s.split() for s in (directory / "memory.stat").read_text().splitlines())
                     found.append(limit - used + int(stat.get(names[2], 0)))
     return max(0, min(found)) if found else None
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or directory to the disk; directories only where the system can."""
-    if path.is_dir() and os.name == "nt":
-        return
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def sha256_of(path: Path) -> str:

@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 SPEAKER_FIRST_S = 3.0
 
+# What a line is printed within: a progress bar on the same terminal steps aside for it.
+aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
 
 class InputError(Exception):
     """The user's input or usage is at fault: one line naming the thing, what was found, what to do (exit code 2)."""
@@ -76,8 +79,9 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
             main()
         except (InputError, RunFailed) as e:
             if getattr(e, "speaks", int(os.environ.get("LOCAL_RANK", "0")) == 0):
-                sys.stderr.write(f"error: {e}\n")  # at once: print hands over the line and its end apart
-                sys.stderr.flush()
+                with aside():
+                    sys.stderr.write(f"error: {e}\n")  # at once: print hands over the line and its end apart
+                    sys.stderr.flush()
             else:  # torchrun ends all ranks when the first has ended: let the one that speaks be first
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 time.sleep(SPEAKER_FIRST_S)
@@ -101,7 +105,8 @@ def door(main: Callable[[], None]) -> Callable[[], None]:
 def say(line: str) -> None:
     """Print a line at once. A reader who has gone (`| head`, a closed terminal) must not end a run of days."""
     try:
-        print(line, flush=True)
+        with aside():
+            print(f"{line}\n", end="", flush=True)  # at once: threads speak too
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
 

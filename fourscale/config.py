@@ -28,6 +28,15 @@ def padded(vocab_size: int) -> int:
     return -(-vocab_size // 64) * 64
 
 
+Stops = Annotated[
+    tuple[Literal["reached", "hopeless"], ...], tyro.conf.UseAppendAction, tyro.conf.arg(help_behavior_hint="")
+]
+Trackers = Annotated[
+    tuple[Literal["wandb", "tensorboard", "none"], ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(help_behavior_hint=""),
+]
+
 # ---- the knobs -----------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +261,39 @@ class TrainConfig:
     max_save_failures: Count = 2
     """failed saves in a row that are borne, and tried again when the next is due, before the run stops"""
 
+    plan: bool = False
+    """print what this run takes - parameters, updates, FLOPs, memory, disk, wire, hours, money - and end. Needs no GPU;
+    --expect-world-size says for how many ranks"""
+    measure: MaybeCount = None
+    """with --plan: run this many updates here, in a scratch directory, and plan with what was measured"""
+    preflight: bool = False
+    """check what a run rests on - data, first loss, fitting, saving, resuming, ranks, memory - in seconds, and end"""
+    lr_find: bool = False
+    """sweep the rate upwards on a copy, plot the loss against it, suggest a peak, and end; the run is not touched"""
+    gpu: MaybeText = None
+    """card to plan for, as in H100 or 'RTX 4090' (default: the one that is here)"""
+    peak_tflops: MaybeFloat = None
+    """peak TFLOP/s of one device at --dtype, where the table of cards doesn't have it: for MFU and the plan"""
+    expect_mfu: float = 0.4
+    """with --plan: share of the peak to expect, by 6 N a token"""
+    expect_tokens_per_s: MaybeFloat = None
+    """with --plan: tokens per second over all ranks, instead of --expect-mfu"""
+    price: MaybeText = None
+    """price of a device-hour and its date, as in 2.50@2026-11-30: money in the plan and in metrics"""
+
+    target_loss: MaybeFloat = None
+    """held-out loss to beat, in nats a token: the run's forecast is compared with it at each evaluation"""
+    stop_when: Stops = ()
+    """save and stop when the target is reached, or when it is out of reach (hopeless); may be repeated"""
+    tracker: Trackers = ()
+    """also log to wandb or tensorboard; may be repeated. WANDB_MODE=offline and the like are wandb's own"""
+    progress: bool = False
+    """a progress bar below the console lines"""
+    sample_tokens: Count = 64
+    """tokens of the text that is written at each evaluation, always from the same seed, to samples.jsonl; 0 for none"""
+    sample_prompt: MaybeText = None
+    """what that text begins with (default: the beginning of a document)"""
+
 
 def layered(base: TrainConfig) -> TrainConfig:
     """`base`, the file of --config over it, the command line over both. A length given above, in updates or tokens,
@@ -265,7 +307,13 @@ def layered(base: TrainConfig) -> TrainConfig:
     recipe = parse(TrainConfig, default=base).config
     if recipe is not None:
         base = over(base, lambda below: from_toml(TrainConfig, recipe, below))
-    return over(base, lambda below: parse(TrainConfig, default=below))
+    cfg = over(base, lambda below: parse(TrainConfig, default=below))
+    modes = [flag(name) for name in ("plan", "preflight", "lr_find") if getattr(cfg, name)]
+    if len(modes) > 1:
+        raise InputError(f"{' and '.join(modes)}: each ends when it is done; give one at a time")
+    if cfg.measure is not None and not (cfg.plan and cfg.measure):
+        raise InputError(f"--measure {cfg.measure}: goes with --plan, and is at least 1")
+    return cfg
 
 
 def model_from_dict(table: dict[str, Any]) -> ModelConfig:

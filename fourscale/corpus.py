@@ -102,6 +102,23 @@ class Corpus:
             return self.parts[0].digests()
         return {"parts": {p.name: {"weight": str(p.weight)} | p.digests() for p in self.parts}}
 
+    def baselines(self) -> dict[str, float | None]:
+        """What a held-out loss is measured against, over the parts by weight; None where a manifest doesn't tell.
+
+        unigram_nats: loss of counting single tokens. bytes_per_token: of held-out text.
+        """
+        weight = float(sum(part.weight for part in self.parts))
+        totals = {"unigram_nats": 0.0, "bytes_per_token": 0.0}
+        for part in self.parts:
+            manifest = part.manifest or {}
+            val = manifest.get("splits", {}).get("val", {})
+            each = {"unigram_nats": manifest.get("unigram_nats")}
+            each["bytes_per_token"] = val["text_bytes"] / val["tokens"] if val.get("text_bytes") else None
+            for name, value in each.items():
+                known = None not in (value, totals[name])
+                totals[name] = totals[name] + float(part.weight) / weight * value if known else None
+        return totals
+
     def told(self, epochs: list[float]) -> str:
         """Epochs for the first lines: ' = 1.20 epochs', of a mixture ', epochs 1.20 (a), 0.35 (b)'."""
         if not self.mixed:

@@ -10,6 +10,8 @@ import tyro
 
 from fourscale.cli import Count, InputError, MaybeCount, MaybeFloat, MaybeText, Repeated, Texts, derived, flag
 
+VERDICTS = ("healthy", "stalled", "diverging", "suspicious", "undecided")
+
 
 @dataclass
 class PrepareConfig:
@@ -330,6 +332,54 @@ class ImportConfig:
             raise InputError("--model: name a Hugging Face directory or a hub id, such as openai-community/gpt2")
         if self.revision is not None and Path(self.model).exists():
             raise InputError(f"--revision {self.revision}: {self.model} is a directory; it goes with a hub id")
+
+
+@dataclass
+class HealthConfig:
+    """Judge runs by their curves: healthy, stalled, diverging, suspicious or undecided, with reasons and a remedy."""
+
+    runs: tyro.conf.Positional[Texts] = ()
+    """run directories, a directory of them, a metrics.jsonl, console logs of train.py or nanoGPT; - is a log on
+    standard input"""
+    target_loss: MaybeFloat = None
+    """held-out loss to beat, in nats a token (default: each run's own --target-loss)"""
+    png: Path | None = None
+    """also draw all runs: loss, learning rate, gradient norm, throughput"""
+    html: Path | None = None
+    """also write one page that needs nothing else: verdicts, figures, what each run is, samples of its text"""
+    json: MaybeText = None
+    """also write the verdicts to this file, in place of what it holds; - is standard output, without the text"""
+    follow: bool = False
+    """look again whenever a run has moved on, until all have ended"""
+    every: float = 10.0
+    """seconds between looks of --follow"""
+    fail_on: MaybeText = None
+    """verdicts that end this command with exit code 1, separated by commas, as in diverging,stalled,suspicious"""
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, where the values are impossible."""
+        if not self.runs:
+            raise InputError("health.py: name what to judge, as in python health.py ./ckpt")
+        if self.target_loss is not None and not 0 < self.target_loss < float("inf"):
+            raise InputError(f"--target-loss {self.target_loss}: must be above 0, in nats a token")
+        for name in ("png", "html", "json"):
+            path = getattr(self, name)
+            if path in (None, "-"):
+                continue
+            if Path(path).is_dir():
+                raise InputError(f"{flag(name)} {path}: a directory; name a file in it")
+            if not Path(path).resolve().parent.is_dir():
+                raise InputError(f"{flag(name)} {path}: no such directory to write to; make it first")
+        if unknown := [v for v in self.failing() if v not in VERDICTS]:
+            raise InputError(f"--fail-on {unknown[0]}: the verdicts are {', '.join(VERDICTS)}")
+        if self.follow and "-" in self.runs:
+            raise InputError("--follow: standard input ends by itself; name the file that it is written to")
+        if not 0.1 <= self.every < 86_400:
+            raise InputError(f"--every {self.every}: must be 0.1 .. 86,400 seconds")
+
+    def failing(self) -> list[str]:
+        """The verdicts of --fail-on."""
+        return [] if self.fail_on is None else [v.strip() for v in self.fail_on.split(",")]
 
 
 @dataclass

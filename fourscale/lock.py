@@ -19,8 +19,8 @@ from typing import Any
 import filelock
 
 from fourscale.cli import InputError, RunFailed, say
+from fourscale.durable import write_json
 from fourscale.parallel import host_name
-from fourscale.rundir import write_json
 
 BEAT_S = 5.0
 HOLDER_SILENT_S = 12.0  # a holder of the lock that hasn't beaten for so long is called stopped

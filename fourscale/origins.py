@@ -32,7 +32,8 @@ def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
     for name, value in table.items():
         if isinstance(getattr(flags, name), Path) and value is not None:
             table[name] = Path(value)
-    table["data"] = (table["data"],) if isinstance(table["data"], str) else tuple(table["data"])
+    table["data"] = [table["data"]] if isinstance(table["data"], str) else table["data"]
+    table |= {name: tuple(value) for name, value in table.items() if isinstance(value, list)}  # of repeated flags
     table["model"] = model_from_dict(table["model"])
     table = {k: v for k, v in rundir.BEFORE.items() if k not in table} | table
     launch = ("grad_accum", "stop_after", "config", "resume_step", "branch_from", "expect_world_size")

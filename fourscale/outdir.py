@@ -34,7 +34,7 @@ def whole(out: Path) -> Iterator[Path]:
 
     Raises InputError where `out` exists or can't be written.
     """
-    from fourscale.checkpoint import fsync
+    from fourscale.durable import fsync
 
     refuse_existing(out)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

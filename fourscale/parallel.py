@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from fourscale import peers
+from fourscale.budget import shard_size_of
 from fourscale.cli import InputError, RunFailed, die_with_launcher, is_rank_zero
 from fourscale.model import GPT, Block
 from fourscale.order import key64
@@ -204,21 +205,6 @@ def start(
 
 def _are(world: int) -> str:
     return "is 1 rank" if world == 1 else f"are {world} ranks"
-
-
-def shard_size_of(parallel: str, asked: int | None, world: int) -> int:
-    """How many ranks share one copy of weights and optimizer. Raises InputError where `asked` doesn't fit."""
-    if parallel != "hsdp":
-        if asked is not None:
-            raise InputError(f"--shard-size {asked}: goes with --parallel hsdp; {parallel} has no choice")
-        return world if parallel == "fsdp" else 1
-    if asked is None and world > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-        raise InputError("--parallel hsdp: the launcher doesn't tell the ranks of a node; give --shard-size")
-    size = asked if asked is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if size < 1 or world % size:
-        given = f"--shard-size {size}" if asked is not None else f"--parallel hsdp: {size} ranks a node"
-        raise InputError(f"{given}: {world} ranks are not a multiple of it; give --shard-size a divisor of {world}")
-    return size
 
 
 def stop(topology: Topology) -> None:

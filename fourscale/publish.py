@@ -20,9 +20,10 @@ from typing import Any
 
 from fourscale import checkpoint
 from fourscale.cli import InputError
+from fourscale.durable import fsync, naming, replace, write_json
 from fourscale.lock import Lock
 from fourscale.parallel import Topology, host_name
-from fourscale.rundir import Checkpoint, open_checkpoint, read_run, replace, step_dirs, write_json
+from fourscale.rundir import Checkpoint, open_checkpoint, read_run, step_dirs
 from fourscale.tokenization import Tokenizer
 
 SHARED_WAIT_S = 90  # a new file on NFS can stay unseen by other nodes for a minute
@@ -143,7 +144,7 @@ class RunDir:
 
         def write() -> None:
             self.assert_writer()
-            with checkpoint.naming(self.path):
+            with naming(self.path):
                 if tokenizer is not None:
                     tokenizer.save(self.path)
                 if self._discard_after is not None:
@@ -162,7 +163,7 @@ class RunDir:
                 n += 1
                 aside = path.with_name(f"discarded-{path.name}-{n}")
             os.rename(path, aside)
-        checkpoint.fsync(self.path)
+        fsync(self.path)
         replace(self.path / "latest", f"step_{update}\n")
 
     def amend(self, run: dict[str, Any]) -> None:

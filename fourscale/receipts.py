@@ -17,19 +17,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fourscale import budget, lock, optim, rundir, tokenization
+from fourscale import budget, durable, lock, rundir, schedule, tokenization
 from fourscale.cli import InputError
 from fourscale.config import model_from_dict
+from fourscale.metrics import each_row
 from fourscale.parallel import host_name
 from fourscale.steps import Finding
-from fourscale.telemetry import each_row
 
 SHOWN = 5  # of the like events
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """run.json, of the format that this version reads. Raises InputError."""
-    run = rundir.read_json(run_dir / "run.json")
+    run = durable.read_json(run_dir / "run.json")
     if run.get("format") != rundir.FORMAT:
         raise InputError(f"{run_dir / 'run.json'}: format {run.get('format')}, this version reads {rundir.FORMAT}")
     if "imported" in run:
@@ -240,7 +240,7 @@ class Metrics:
 def read_metrics(run_dir: Path, run: dict[str, Any], wanted: set[int]) -> Metrics:
     """Read every row: each update once and in order, tokens and rates as the contract has them, skips that add up."""
     t, origin = run["training"], run.get("origin") or {"update": 0, "tokens": 0}
-    schedule = [t[k] for k in ("updates", "warmup", "lr", "min_lr", "schedule")]
+    course = [t[k] for k in ("updates", "warmup", "lr", "min_lr", "schedule")]
     full = t["global_bsz"] * run["model"]["ctx"]
     found = Metrics()
     counts: Counter[str] = Counter()
@@ -270,7 +270,7 @@ def read_metrics(run_dir: Path, run: dict[str, Any], wanted: set[int]) -> Metric
         tokens = min(t["token_budget"], origin["tokens"] + (update - origin["update"]) * full)
         if row.get("tokens") != tokens:
             fault("tokens", f"update {update:,} has {number(row.get('tokens'))} tokens, by the contract {tokens:,}")
-        lr = optim.learning_rate(update - 1, *schedule, t.get("decay_fraction", 0.2))
+        lr = schedule.learning_rate(update - 1, *course, t.get("decay_fraction", 0.2))
         if not math.isclose(row.get("lr", math.nan), lr, rel_tol=1e-9):
             fault("lr", f"update {update:,} has lr {number(row.get('lr'))}, by the contract {lr:g}")
         now = row.get("skipped", 0)
@@ -327,7 +327,7 @@ def ending(run_dir: Path, run: dict[str, Any], newest: rundir.Checkpoint | None,
     """The receipt against the records, or whether the run is alive without one. `newest` has been verified."""
     t = run["training"]
     if (run_dir / "DONE.json").is_file():
-        receipt = rundir.read_json(run_dir / "DONE.json")
+        receipt = durable.read_json(run_dir / "DONE.json")
         facts = {"update": t["updates"], "tokens": t["token_budget"]}
         if found.last is not None:
             facts["skipped"] = found.last.get("skipped", 0)
@@ -351,7 +351,7 @@ def ending(run_dir: Path, run: dict[str, Any], newest: rundir.Checkpoint | None,
         if receipt.get("data_verified") is False:
             yield "note", "receipt", "the data's hashes were not all compared during the run; python check.py data does"
     elif (run_dir / "STOPPED.json").is_file():
-        receipt = rundir.read_json(run_dir / "STOPPED.json")
+        receipt = durable.read_json(run_dir / "STOPPED.json")
         update = receipt.get("update")
         if newest is None and update == (run.get("origin") or {"update": 0})["update"]:
             yield "note", "receipt", f"STOPPED.json: stopped by {receipt.get('by')} before the first update"
@@ -370,7 +370,7 @@ def ending(run_dir: Path, run: dict[str, Any], newest: rundir.Checkpoint | None,
 def alive(run_dir: Path) -> str:
     """Whether the writer of a run without a receipt lives; watches its heartbeat, for 12 s where it doesn't beat."""
     try:
-        writer = rundir.read_json(run_dir / ".writer.json")
+        writer = durable.read_json(run_dir / ".writer.json")
     except InputError:
         return "its last attempt ended in good order, but not by its own will; its console has the reason"
     host, pid = writer.get("host"), writer.get("pid")

@@ -123,6 +123,7 @@ class _RunRequired(TypedDict):
 
 
 class Run(_RunRequired, total=False):
+    baselines: dict[str, float | None]
     origin: Origin
     init: Init
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from typing import Any
 
 import torch
 
-from fourscale import checkpoint, optim
+from fourscale import checkpoint, schedule
 from fourscale.budget import Origin
 from fourscale.cli import InputError
 from fourscale.config import ModelConfig, TrainConfig, model_from_dict
+from fourscale.durable import read_json
 from fourscale.model import GPT
 from fourscale.records import Digests, ImportedRun, Run, Shape, Step, misfit
 from fourscale.tokenization import Tokenizer
@@ -28,36 +28,6 @@ from fourscale.tokenization import load as load_saved_tokenizer
 
 FORMAT = 1
 STEP_NAME = re.compile(r"step_[0-9]+")
-
-
-def read_json(path: Path, way: str = "start in another directory") -> dict[str, Any]:
-    """A JSON object from a file; InputError where it is missing or isn't one. way: out, beside restoring the file."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror.lower()}; restore it or {way}") from None
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{path}: not valid JSON ({e}); restore it or {way}") from None
-    if not isinstance(table, dict):
-        raise InputError(f"{path}: holds no JSON object; restore it or {way}")
-    return table
-
-
-def write_json(path: Path, table: dict[str, Any]) -> None:
-    """Replace a JSON file whole: a reader sees the old one or the new one, also after a crash."""
-    replace(path, json.dumps(table, indent=2, sort_keys=False) + "\n")
-
-
-def replace(path: Path, text: str) -> None:
-    """Replace a text file atomically and durably. An OSError names a file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with checkpoint.naming(path):
-        with temporary.open("w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-        checkpoint.fsync(path.parent)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -298,7 +268,7 @@ def split(global_bsz: int | None, attempt: dict[str, Any]) -> str:
 
 def _rate(training: dict[str, Any], i: int) -> float:
     names = ("updates", "warmup", "lr", "min_lr", "schedule")
-    return optim.learning_rate(i, *(training[n] for n in names), training.get("decay_fraction", 0.2))
+    return schedule.learning_rate(i, *(training[n] for n in names), training.get("decay_fraction", 0.2))
 
 
 def data_parts(table: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from fourscale import checkpoint
 from fourscale.cli import InputError, RunFailed, say
+from fourscale.durable import fsync, replace, write_json
 from fourscale.parallel import host_name
 from fourscale.publish import RunDir
-from fourscale.rundir import read_step, replace, seal, step_dirs, write_json
+from fourscale.rundir import read_step, seal, step_dirs
 
 MEMORY_SHARE = 0.9  # of the available memory that copies of checkpoints may take
 
@@ -233,12 +234,12 @@ class Saver:
             files = {name: entry for table, _ in parts for name, entry in sorted(table.items())}
             step = flight.step | {"files": files}
             write_json(flight.directory / "step.json", step | {"sha256": seal(step)})
-            checkpoint.fsync(flight.directory)
+            fsync(flight.directory)
             if final.exists():  # left damaged by hand: a complete one would have been resumed from
                 self._purge([final])
             self.run_dir.assert_writer()
             os.rename(flight.directory, final)
-            checkpoint.fsync(path)
+            fsync(path)
         except RunFailed:
             shutil.rmtree(flight.directory, ignore_errors=True)
             raise

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fourscale import checkpoint, rundir
+from fourscale import checkpoint, durable, rundir
 from fourscale.cli import InputError
 from fourscale.model import GPT
 
@@ -103,7 +103,7 @@ def checkpoint_faults(path: Path, deep: bool, read: Callable[[int], Any]) -> tup
 def recorded_bytes(path: Path) -> int:
     """Bytes of a checkpoint's files by its step.json; 0 where that can't be read."""
     with contextlib.suppress(InputError, AttributeError, KeyError, TypeError):
-        return sum(entry["size"] for entry in rundir.read_json(path / "step.json")["files"].values())
+        return sum(entry["size"] for entry in durable.read_json(path / "step.json")["files"].values())
     return 0
 
 

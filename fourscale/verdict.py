@@ -166,6 +166,8 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
     known = finished and len(curve.val_update) > 0 and curve.val_update[-1] >= now
     if known:
         ahead = Forecast(*[float(curve.val_loss[-1])] * 3)
+    if known and target is not None and ahead.loss <= target:  # whatever the curve looked like on its way
+        return verdict("healthy", [_outcome(ahead.loss, target), *signs], DONE, ahead, 1.0)
     end = ahead if finished else None  # of a run that is coming apart no law tells the end
     if reasons := _risen(curve, s):
         return verdict("diverging", reasons + signs, COOLER, end)
@@ -182,8 +184,7 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
         if hot:
             return verdict("diverging", [above, *hot, *signs], COOLER, end)
         return verdict("stalled", [above, *signs], MORE, ahead)
-    reached = known and target is not None and ahead.loss <= target
-    if not reached and (reasons := _overfitted(curve, s)):
+    if reasons := _overfitted(curve, s):
         return verdict("stalled", reasons + signs, OVERFITTED, ahead)
     if target is None:
         return verdict("healthy", signs, DONE if finished else FINISH, ahead)
@@ -193,9 +194,7 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
         why = "the run's length isn't known" if course.updates is None else "there is no forecast yet"
         return verdict("undecided", [f"{why}, so the target {target:.4g} can't be compared with its end", *signs], WAIT)
     if known:
-        share = float(ahead.loss <= target)
-        side = "below" if share else "above"
-        what = f"it ended at {ahead.loss:.4f}, {abs(ahead.loss - target):.4f} {side} the target {target:.4g}"
+        share, what = 0.0, _outcome(ahead.loss, target)
     else:
         share = chance(curve, course, target)
         what = (
@@ -210,6 +209,11 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
     return verdict(
         "undecided", reasons, "let it run on: the target is neither surely in reach nor out of it", ahead, share
     )
+
+
+def _outcome(end: float, target: float) -> str:
+    side = "below" if end <= target else "above"
+    return f"it ended at {end:.4f}, {abs(end - target):.4f} {side} the target {target:.4g}"
 
 
 def _too_good(curve: Curve, course: Course, update: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> list[str]:

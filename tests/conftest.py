@@ -103,4 +103,5 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 SMALL = (
     *("--d-model", 32, "--n-layers", 2, "--n-heads", 4, "--ctx", 32, "--global-bsz", 12, "--tokens", 7_400),
     *("--lr", 3e-3, "--warmup", 4, "--log-every", 5, "--eval-every", 10, "--eval-tokens", 2_000, "--backend", "gloo"),
+    *("--sample-tokens", 8),
 )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
-from fourscale import corpus, order, parallel, telemetry
+from fourscale import corpus, order, parallel, plots
 from fourscale.cli import parse
 from fourscale.config import TrainConfig
 from fourscale.parallel import Topology
@@ -90,7 +90,7 @@ def run_cell(cell: dict[str, Any], out: Path, base: Topology) -> None:
 
 def main() -> None:
     cells, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    telemetry.plot_loss = lambda run_dir: None  # half a second a cell
+    plots.plot_loss = lambda run_dir: None  # half a second a cell
     compiler = torch.compile
     topology = parallel.start(device="cpu", timeout_s=60)
     for cell in cells:

@@ -18,7 +18,7 @@ from conftest import ROOT, SMALL, command, environment, one_error, rows, run
 
 import check
 import eval_ppl
-from fourscale import audit, corpus, parallel, rundir, shards, tokenization
+from fourscale import audit, corpus, durable, parallel, rundir, shards, tokenization
 from fourscale.budget import plan
 from fourscale.cli import InputError
 from fourscale.config import ModelConfig, TrainConfig
@@ -422,11 +422,11 @@ def test_parts_have_names_that_tell_them_apart(sets, tmp_path):
 
 def test_a_run_finds_its_data_again(sets, runs):
     for name in ("plain", "bare", "web", "with"):
-        contract = rundir.read_json(runs / name / "run.json")
+        contract = durable.read_json(runs / name / "run.json")
         assert corpus.of_run(contract).contract() == contract["data"]
     changed = json.loads(json.dumps(contract).replace('"val_digest": "', '"val_digest": "0'))
     assert corpus.of_run(changed) is None
-    old = rundir.read_json(runs / "web" / "run.json")
+    old = durable.read_json(runs / "web" / "run.json")
     old["config"] = {"data": str(sets / "web")}  # as runs before mixtures wrote it
     assert corpus.of_run(old) is not None
 
@@ -451,7 +451,7 @@ def test_document_masks_know_the_end_of_text(sets):
 
 
 def test_a_run_from_before_a_flag_existed_is_the_same_experiment(runs):
-    old, new = rundir.read_json(runs / "web" / "run.json"), rundir.read_json(runs / "web" / "run.json")
+    old, new = durable.read_json(runs / "web" / "run.json"), durable.read_json(runs / "web" / "run.json")
     for name in ("doc_mask", "eot_id"):
         del old["model"][name]
     assert rundir.differences(old, new) == []
@@ -460,7 +460,7 @@ def test_a_run_from_before_a_flag_existed_is_the_same_experiment(runs):
 
 
 def test_other_data_and_another_tokenizer_are_short_lines(runs):
-    web, mixed, bare = (rundir.read_json(runs / name / "run.json") for name in ("web", "plain", "bare"))
+    web, mixed, bare = (durable.read_json(runs / name / "run.json") for name in ("web", "plain", "bare"))
     other = json.loads(json.dumps(web)) | {"data": {"train_digest": "ab" * 32, "val_digest": web["data"]["val_digest"]}}
     was = web["data"]["train_digest"][:8]
     assert rundir.differences(web, other) == [

@@ -14,13 +14,12 @@ from fourscale.optim import (
     Guard,
     Muon,
     build,
-    check_schedule,
-    learning_rate,
     orthogonalise,
     parameter_groups,
     set_lr,
     step,
 )
+from fourscale.schedule import check_schedule, learning_rate
 
 TINY = {"d_model": 32, "n_layers": 2, "n_heads": 4, "ctx": 16}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from fourscale import telemetry
+from fourscale import metrics, plots, telemetry
 from fourscale.parallel import Topology
 
 RANKS = """
@@ -132,7 +132,7 @@ import errno, json, resource, sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from fourscale import parallel, publish, telemetry, tokenization
+from fourscale import metrics, parallel, publish, telemetry, tokenization
 from fourscale.cli import RunFailed
 
 out = Path(sys.argv[2])
@@ -159,10 +159,10 @@ refused(lambda: run_dir.write_contract({"attempts": []}, tokenizer))
 refused(lambda: run_dir.write_contract({"attempts": []}, None))
 run_dir.write_contract({"attempts": []}, tokenizer)
 refused(lambda: run_dir.receipt("DONE.json", {"update": 8}))
-refused(lambda: topology.from_main(lambda: telemetry.rewind(out, 5)))
+refused(lambda: topology.from_main(lambda: metrics.rewind(out, 5)))
 assert (out / "metrics.jsonl").read_bytes() == before, "what can't be set aside stays"
 (out / "metrics.jsonl").write_bytes(b"[]\\n" + before)
-refused(lambda: topology.from_main(lambda: telemetry.rewind(out, 5)))
+refused(lambda: topology.from_main(lambda: metrics.rewind(out, 5)))
 assert (out / "metrics.jsonl").read_bytes() == b"[]\\n" + before
 
 for e in (OSError(errno.ENOSPC, "No space left on device"), OSError(5, "Input/output error", "a file"), OSError()):
@@ -175,7 +175,7 @@ print(json.dumps(told))
 """
 
 
-def metrics(directory):
+def metric_rows(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -183,7 +183,7 @@ def test_rows_name_the_pace_of_ranks_and_events_say_why_an_update_was_dropped(tm
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     shown = run(script, ROOT, tmp_path, nproc=3).stdout
-    rows = metrics(tmp_path)
+    rows = metric_rows(tmp_path)
     assert [r["update"] for r in rows] == list(range(1, 12)), "nothing is written by a superseded writer"
     first = rows[0]
     assert (first["ms_fastest"], first["ms_slowest"], first["slowest_rank"]) == (6.0, 16.0, 1)
@@ -219,7 +219,7 @@ def test_a_full_disk_costs_no_row(tmp_path, room):
     script = tmp_path / "full.py"
     script.write_text(FULL_DISK)
     shown = run(script, ROOT, tmp_path, room).stdout
-    assert [r["update"] for r in metrics(tmp_path)] == list(range(1, 11))
+    assert [r["update"] for r in metric_rows(tmp_path)] == list(range(1, 11))
     events = (tmp_path / "events.jsonl").read_text().splitlines()
     assert [json.loads(e)["update"] for e in events] == [5]
     notes = [line for line in shown.splitlines() if line.startswith("note: ")]
@@ -295,20 +295,20 @@ def test_rewind_sets_later_rows_aside_and_mends_a_torn_one(tmp_path):
     rows = some_rows(8)
     path = written(tmp_path, rows, '{"update": 9, "tok')
     (tmp_path / "events.jsonl").write_text('{"event": "skipped", "update": 7}\n')
-    telemetry.rewind(tmp_path, 5)
-    assert metrics(tmp_path) == rows[:5] and path.read_text().endswith("}\n")
+    metrics.rewind(tmp_path, 5)
+    assert metric_rows(tmp_path) == rows[:5] and path.read_text().endswith("}\n")
     late = (tmp_path / "metrics.discarded.jsonl").read_text().splitlines()
     assert [json.loads(line)["update"] for line in late] == [6, 7, 8]
     assert (tmp_path / "events.jsonl").read_text() == '{"event": "skipped", "update": 7}\n', "history stays"
     before = path.stat()
-    telemetry.rewind(tmp_path, 5)
+    metrics.rewind(tmp_path, 5)
     assert path.stat().st_ino == before.st_ino, "nothing to do is nothing done"
-    telemetry.rewind(tmp_path, 0)
+    metrics.rewind(tmp_path, 0)
     assert path.read_text() == ""
     # A whole row without its newline may still lack digits of its last number.
     written(tmp_path, rows[:2], json.dumps(rows[2]))
-    telemetry.rewind(tmp_path, 5)
-    assert metrics(tmp_path) == rows[:2]
+    metrics.rewind(tmp_path, 5)
+    assert metric_rows(tmp_path) == rows[:2]
 
 
 ODD = (
@@ -324,19 +324,19 @@ def test_lines_that_hold_no_row_are_set_aside_by_a_rewind(tmp_path, upto):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join([*lines[:2], *ODD, *lines[2:], ODD[0]]) + '\n{"update": 7, "tok')
     path.write_bytes(path.read_bytes().replace(b"no json", b"\xff\xfe"))
-    assert telemetry.read_rows(path) == rows
-    telemetry.rewind(tmp_path, upto)
-    assert metrics(tmp_path) == rows[:upto]
+    assert metrics.read_rows(path) == rows
+    metrics.rewind(tmp_path, upto)
+    assert metric_rows(tmp_path) == rows[:upto]
     late = (tmp_path / "metrics.discarded.jsonl").read_bytes().replace(b"\xff\xfe", b"no json").decode().split("\n")
     assert late == [*lines[upto:2], *ODD, *lines[max(2, upto) :], ODD[0], ""], "all else, in its order"
     kept = path.stat()
-    telemetry.rewind(tmp_path, upto)
+    metrics.rewind(tmp_path, upto)
     assert path.stat().st_ino == kept.st_ino, "nothing to do is nothing done"
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.discarded.jsonl"}
 
 
 def test_rewind_without_metrics_makes_none(tmp_path):
-    telemetry.rewind(tmp_path, 3)
+    metrics.rewind(tmp_path, 3)
     assert not list(tmp_path.iterdir())
 
 
@@ -353,33 +353,33 @@ def dark(directory):
 
 def test_plots_of_no_row_one_row_and_a_run_without_an_accepted_update(tmp_path):
     written(tmp_path, [])
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert not (tmp_path / "loss.png").exists()
     written(tmp_path, some_rows(1))
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert reds(tmp_path) == 0
     one = dark(tmp_path)
     written(tmp_path, [some_rows(1)[0] | {"loss": None, "skipped": 1}])
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert reds(tmp_path) > 0 and one > 0
 
 
 def test_skipped_updates_are_marked_and_leave_the_curve_alone(tmp_path):
     rows = some_rows(300)
     written(tmp_path, rows)
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     clean = dark(tmp_path)
     assert reds(tmp_path) == 0
     for i, row in enumerate(rows):
         row["skipped"] = (i >= 100) + (i >= 200)
     rows[100]["loss"], rows[200]["loss"] = 1e6, None
     written(tmp_path, rows)
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert reds(tmp_path) > 0
     assert dark(tmp_path) > 0.8 * clean, "a spike must not flatten the curve"
     # The first row of a branch has the count of its origin; no update of its own was dropped.
     written(tmp_path, [row | {"skipped": 3} for row in some_rows(300, first=5001)])
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert reds(tmp_path) == 0
 
 
@@ -392,8 +392,8 @@ def test_a_long_run_is_drawn_in_groups(tmp_path):
     path = written(tmp_path, rows)
     script = (
         "import resource, sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "from fourscale import telemetry; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "telemetry.plot_loss(Path(sys.argv[2]))\n"
+        "from fourscale import plots; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "plots.plot_loss(Path(sys.argv[2]))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     started = time.monotonic()
@@ -410,14 +410,14 @@ def test_a_long_run_is_drawn_in_groups(tmp_path):
 def test_a_plot_that_cannot_be_written_is_a_note(tmp_path, capsys):
     written(tmp_path, some_rows(3))
     (tmp_path / ".loss.png.tmp").mkdir()
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert capsys.readouterr().out == f"note: {tmp_path / '.loss.png.tmp'}: is a directory; not drawn\n"
 
 
 def test_rows_without_their_figures_are_left_out_of_the_plot(tmp_path, capsys):
     rows = some_rows(40, val_loss=2.5)
     written(tmp_path, rows)
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     clean = (tmp_path / "loss.png").read_bytes()
     assert clean[:4] == b"\x89PNG"
     odd = [{k: v for k, v in rows[9].items() if k != lacking} for lacking in ("lr", "tokens", "update")]
@@ -428,12 +428,12 @@ def test_rows_without_their_figures_are_left_out_of_the_plot(tmp_path, capsys):
         lines = [json.dumps(r) for r in rows]
         lines[place:place] = [*(json.dumps(r) for r in odd), *ODD]
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        telemetry.plot_loss(tmp_path)
+        plots.plot_loss(tmp_path)
         assert (tmp_path / "loss.png").read_bytes() == clean
     assert capsys.readouterr().out == ""
     (tmp_path / "loss.png").unlink()
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(r) for r in odd) + "\n")
-    telemetry.plot_loss(tmp_path)
+    plots.plot_loss(tmp_path)
     assert not (tmp_path / "loss.png").exists()
 
 
@@ -441,9 +441,9 @@ def test_no_name_of_a_directory_and_no_fault_of_the_plot_ends_a_run(tmp_path, ca
     run_dir = tmp_path / "a$b_^$"  # no formula
     run_dir.mkdir()
     written(run_dir, some_rows(3))
-    telemetry.plot_loss(run_dir)
+    plots.plot_loss(run_dir)
     assert (run_dir / "loss.png").is_file() and capsys.readouterr().out == ""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it isn't installed
-    telemetry.plot_loss(run_dir)
+    plots.plot_loss(run_dir)
     out = capsys.readouterr().out
     assert out.startswith(f"note: {run_dir / 'loss.png'}: ") and out.endswith("; not drawn\n") and out.count("\n") == 1

@@ -13,7 +13,7 @@ import pytest
 import verdicts
 from conftest import ROOT, environment
 
-from fourscale.forecast import Course, Curve, forecast
+from fourscale.forecast import Course, Curve, chance, forecast, usual_rate
 from fourscale.schedule import learning_rate
 from fourscale.verdict import Judgement, easiest, judge, smooth
 
@@ -348,3 +348,31 @@ def test_truth_is_the_end_of_a_run():
 @pytest.mark.skipif(not STORE.is_file(), reason="tests/verdicts.py has stored no runs")
 def test_the_published_tables_come_out_again():
     assert verdicts.tables(verdicts.stored(STORE)) == TABLES.read_text(encoding="utf-8").strip()
+
+
+def test_a_run_that_beat_its_target_is_healthy_whatever_its_way():
+    loss = np.concatenate((np.linspace(6.0, 4.0, 40), np.full(360, 4.0) + 0.01 * np.sin(np.arange(360))))
+    course = dataclasses.replace(COURSE, unigram_nats=4.0)
+    c = curve(loss)
+    assert judge(c, course, target=3.0).verdict == "stalled"
+    beat = judge(c, course, target=float(c.val_loss[-1]) + 0.01)
+    assert (beat.verdict, beat.chance) == ("healthy", 1.0) and "below the target" in beat.reasons[0]
+
+
+def test_chances_decide_and_lie_between_the_quantiles():
+    c = curve(falling(), until=200)
+    ahead = forecast(c, COURSE)
+    for loss, share in ((ahead.low, 0.05), (ahead.loss, 0.5), (ahead.high, 0.95)):
+        assert chance(c, COURSE, loss) == pytest.approx(share, abs=0.01)
+        found = judge(c, COURSE, target=loss)
+        assert found.chance == pytest.approx(share, abs=0.01) and f"{found.chance:.0%}" in found.reasons[0]
+    assert judge(c, COURSE, ahead.low).verdict == "stalled" and judge(c, COURSE, ahead.loss).verdict == "undecided"
+
+
+def test_a_turn_for_the_better_is_expected_of_usual_rates():
+    # 1.79 N^-0.713 D^0.307: 2.7e6 parameters, 4.1e6 tokens.
+    assert usual_rate(2_700_000, 4.1e6) == pytest.approx(0.0050, abs=0.0002)
+    flat = np.linspace(3.0, 2.9, 400)
+    course = dataclasses.replace(COURSE, unigram_nats=3.3, n_parameters=2_700_000, global_bsz=64, ctx=128)
+    usual, tiny = (chance(curve(flat, until=100), dataclasses.replace(course, lr=lr), 2.5) for lr in (3e-3, 1e-4))
+    assert usual > 2 * tiny
