@@ -18,7 +18,7 @@ $(READY): requirements.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-# Text -> tokens -> a model trained on two processes -> perplexity -> a page of text -> a Hugging Face directory.
+# Text -> tokens -> a model trained on two processes -> a verdict on its curve -> perplexity -> a page of text -> a Hugging Face directory.
 # Interrupted, `make demo` goes on where it was; `rm -r data/demo ckpt/demo ckpt/demo_hf` starts it over.
 demo: $(READY)
 	PYTHON=$(BIN)/python launch/demo.sh
@@ -32,3 +32,4 @@ test-all: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck launch/*.sh .ci/run

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fourscale.cli import RunFailed, door, parse, say
+from fourscale.cli import InputError, RunFailed, door, parse, say
 from fourscale.durable import naming
 from fourscale.flags import HealthConfig
 
@@ -34,6 +34,7 @@ def main() -> None:
     cfg.check()
     from fourscale import curves
 
+    _spare(cfg, {file for spec in cfg.runs for path in curves.find(spec) for file in curves.files(path)})
     seen = None
     while True:
         started = time.monotonic()
@@ -126,20 +127,39 @@ def shown(verdict: str) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file whole: whoever looks at it while runs are followed sees the old one or the new one."""
+    """Replace a file whole: whoever looks at it while runs are followed sees the old one or the new one. A link keeps
+    pointing; into a pipe or a device, such as /dev/null, it is written."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     with naming(path):
         temporary.write_bytes(content)
         temporary.replace(path)
 
 
+def _spare(cfg: HealthConfig, read: set[Path]) -> None:
+    """Raise InputError where what is to be written would take the place of what is read, or of another of its kind."""
+    taken = {Path(os.path.realpath(path)): f"{path} is read" for path in read}
+    for name in ("png", "html", "json"):
+        path = getattr(cfg, name)
+        if path in (None, "-"):
+            continue
+        real = Path(os.path.realpath(path))
+        if real in taken and (real.is_file() or not real.exists()):
+            raise InputError(f"--{name} {path}: {taken[real]}; name another file")
+        taken[real] = f"--{name} is written there"
+
+
 def _stamp(path: Path) -> tuple:
     """What changes when a run has moved on or ended."""
-    names = ("metrics.jsonl", "run.json", "DONE.json", "STOPPED.json", ".writer.json") if path.is_dir() else ("",)
+    from fourscale import curves
+
     stamps = []
-    for name in names:
+    for file in curves.files(path):
         try:
-            stat = (path / name if name else path).stat()
+            stat = file.stat()
             stamps.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
         except OSError:
             stamps.append(None)

@@ -289,6 +289,8 @@ def train(
     held_out = held_out if held_out.get("val_loss") is not None else None
     stop_at = min(updates, cfg.stop_after or updates)
     stopped_by = f"--stop-after {stop_at}" if stop_at < updates else None
+    if ckpt and done < stop_at and (why := aim.look(done)):  # started again after it had stopped by itself
+        stop_at, stopped_by = done, why
     quiet_every = min(cfg.log_every, cfg.skip_limit)  # the host hears of dropped updates at least this often
     saved_at = time.monotonic()
     loader = ThreadPoolExecutor(max_workers=1)  # the next update is read while this one is computed
@@ -364,9 +366,12 @@ def train(
         if (cfg.ckpt_every and done % cfg.ckpt_every == 0) or late or best:
             save()
             saved_at = time.monotonic()
-        if held_out and done < stop_at and (why := aim.look(done)):
-            stopped_by = why
-            break
+        if held_out:
+            with meter.off_the_clock("eval"):
+                why = aim.look(done)
+            if why:
+                stopped_by = why
+                break
         if meter.longest_streak >= cfg.skip_limit:
             raise RunFailed(
                 f"step {done}: {meter.longest_streak} updates in a row were dropped (--skip-limit), see "

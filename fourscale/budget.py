@@ -219,6 +219,10 @@ def plan(
     if cfg.keep_every and cfg.keep is None:
         raise InputError("--keep-every: goes with --keep N; without it every checkpoint is kept")
     _check_expectations(cfg)
+    if cfg.target_loss is not None and not 0 < cfg.target_loss < float("inf"):
+        raise InputError(f"--target-loss {cfg.target_loss}: must be above 0, in nats a token")
+    if cfg.target_loss is not None and not cfg.eval_every:
+        raise InputError("--target-loss: without held-out losses nothing is compared with it; raise --eval-every")
     if cfg.stop_when and cfg.target_loss is None:
         raise InputError(f"--stop-when {cfg.stop_when[0]}: needs the loss to reach; give --target-loss")
     if 0 < cfg.skip_spikes <= 1:
@@ -250,6 +254,8 @@ def _check_expectations(cfg: TrainConfig) -> None:
         value = getattr(cfg, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"{flag(name)} {value:g}: must be a finite number above 0")
+    if cfg.peak_tflops is not None and cfg.peak_tflops > 1e6:
+        raise InputError(f"--peak-tflops {cfg.peak_tflops:g}: is in TFLOP/s of one device, as in 312")
     if not 0 < cfg.expect_mfu <= 1:
         raise InputError(f"--expect-mfu {cfg.expect_mfu:g}: is a share of the peak, above 0 and at most 1, as in 0.4")
     if cfg.price is not None:
@@ -394,6 +400,7 @@ CARDS = {
     "H100 PCIE": Card(756.0, 756.0, (80,)),
     "H100 NVL": Card(835.0, 835.0, (94,)),
     "H800": Card(989.0, 989.0, (80,)),  # as H100 SXM, with slower NVLink
+    "H800 PCIE": Card(756.0, 756.0, (80,)),
     "H200": Card(989.0, 989.0, (141,)),  # "NVIDIA H200 Tensor Core GPU" (2024), SXM
     "H200 NVL": Card(835.0, 835.0, (141,)),
     "GH200": Card(989.0, 989.0, (96, 144)),  # "NVIDIA GH200 Grace Hopper Superchip" (2023)

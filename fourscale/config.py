@@ -29,7 +29,7 @@ def padded(vocab_size: int) -> int:
 
 
 Stops = Annotated[
-    tuple[Literal["reached", "hopeless"], ...], tyro.conf.UseAppendAction, tyro.conf.arg(help_behavior_hint="")
+    tuple[Literal["reached", "hopeless", "never"], ...], tyro.conf.UseAppendAction, tyro.conf.arg(help_behavior_hint="")
 ]
 Trackers = Annotated[
     tuple[Literal["wandb", "tensorboard", "none"], ...],
@@ -112,6 +112,8 @@ class ModelConfig:
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "ctx", "vocab_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{flag(name)} {getattr(self, name)}: must be at least 1")
+        if self.n_layers > 10_000:  # each is listed by name wherever a model is counted
+            raise InputError(f"--n-layers {self.n_layers}: must be at most 10,000")
         if self.d_head is None and self.d_model % self.n_heads:
             raise InputError(f"--n-heads {self.n_heads} does not divide --d-model {self.d_model}; choose a divisor")
         if self.n_heads % self.n_kv_heads:
@@ -284,7 +286,8 @@ class TrainConfig:
     target_loss: MaybeFloat = None
     """held-out loss to beat, in nats a token: the run's forecast is compared with it at each evaluation"""
     stop_when: Stops = ()
-    """save and stop when the target is reached, or when it is out of reach (hopeless); may be repeated"""
+    """save and stop when the target is reached, or when it is out of reach (hopeless); may be repeated. never: on a
+    resume, takes back what the run was told before"""
     tracker: Trackers = ()
     """also log to wandb or tensorboard; may be repeated. WANDB_MODE=offline and the like are wandb's own"""
     progress: bool = False

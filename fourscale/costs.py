@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -189,21 +190,34 @@ def disk(plan: Plan, minutes: float | None = None) -> Disk:
     optimizer = sum(4 * math.prod(s) * states[n] + (4 if states[n] == 2 else 0) for n, s in tensors.items())
     records = sum(2 if k == 1 else 4 for k in states.values())  # a weight, its means and AdamW's count of steps
     size = weights + optimizer + RECORD_BYTES * records
-    due = {last} | set(multiples(cfg.ckpt_every, first, last))
-    if cfg.save_best:
-        due |= set(multiples(cfg.eval_every, first, last))
-    saved = len(due)
+    every = [n for n in (cfg.ckpt_every, cfg.eval_every if cfg.save_best else 0) if n]
+
+    def due_after(update: int) -> int:  # the last update among them
+        return 1 + _count(every, update, last - 1)
+
+    saved = due = due_after(first)
     if cfg.ckpt_minutes and minutes:
         saved = min(last - first, saved + int(minutes / cfg.ckpt_minutes))
     kept = saved
-    if cfg.keep is not None:
-        newest = set(sorted(due)[-max(1, cfg.keep) :])
-        lasting = {u for u in due if cfg.keep_every and u % cfg.keep_every == 0}
-        best = 1 if cfg.eval_every and len(newest | lasting) < len(due) else 0  # it may lie among the others
-        kept = min(saved, len(newest | lasting) + best)
+    if cfg.keep is not None and (newest := max(1, cfg.keep)) < saved:
+        back = last - 1  # with --ckpt-minutes, updates at which it saves lie anywhere
+        if saved == due:  # that which has so many behind it; counted, not listed: a run may be long
+            back = first + bisect.bisect(range(first, last), -newest, key=lambda u: -due_after(u)) - 1
+        lasting = _count([math.lcm(n, cfg.keep_every) for n in every], first, back) if cfg.keep_every else 0
+        best = 1 if cfg.eval_every and newest + lasting < saved else 0  # it may lie among the others
+        kept = min(saved, newest + lasting + best)
     metrics = METRICS_ROW_BYTES * (last - first)
     most = (kept + 1 if kept < saved else kept) * size
     return Disk(weights, optimizer, size, saved, kept, kept * size, most, metrics)
+
+
+def _count(every: list[int], first: int, last: int) -> int:
+    """How many updates above first and up to last are multiples of one of `every`, which holds up to two."""
+
+    def of(n: int) -> int:
+        return last // n - first // n
+
+    return sum(map(of, every)) - (of(math.lcm(*every)) if len(every) == 2 else 0)
 
 
 def multiples(every: int | None, first: int, last: int) -> range:

@@ -6,7 +6,10 @@ Imports no torch. Memory does not grow with the rows: a long run is thinned whil
 from __future__ import annotations
 
 import bisect
+import codecs
 import contextlib
+import copy
+import dataclasses
 import math
 import os
 import re
@@ -26,12 +29,14 @@ from fourscale.config import model_from_dict
 from fourscale.durable import read_json
 from fourscale.metrics import each_row
 from fourscale.records import Training, misfit
+from fourscale.schedule import check_schedule
 from fourscale.verdict import Course, Curve, Judgement
 
 POINTS = 20_000  # of a curve, at most; of a longer run, updates that are multiples of 2, 4, 8, ...
 ODD_POINTS = 4_000  # skipped and non-finite updates beside them, at most
 SAMPLES = 12  # texts kept of samples.jsonl: the newest
 BEATING_S = 60.0  # a writer whose heart has beaten within so long is running; it beats every 5 s
+SCHEDULES = ("cosine", "wsd", "constant")
 LARGEST = float(np.finfo(np.float32).max)  # figures come from fp32
 
 
@@ -97,26 +102,37 @@ def find(spec: str) -> list[Path]:
     raise InputError(f"{spec}: no metrics.jsonl in it or in a directory of it; name what --ckpt-dir named")
 
 
+def files(path: Path) -> list[Path]:
+    """The files that tell of the run at `path`."""
+    names = ("metrics.jsonl", "run.json", "samples.jsonl", "DONE.json", "STOPPED.json", ".writer.json")
+    return [path / name for name in names] if path.is_dir() else [path]
+
+
 def read_all(specs: tuple[str, ...]) -> list[Record]:
     """Each run once, in the order named, under names that tell them apart. Raises InputError."""
     paths = {path.resolve(): path for spec in specs for path in find(spec)}
     records = [read(path) for path in paths.values()]
-    names = [record.name for record in records]
-    return [Record(**vars(r) | {"name": _apart(r.path, names)}) if names.count(r.name) > 1 else r for r in records]
+    names = _apart(records)
+    return [dataclasses.replace(r, name=name) for r, name in zip(records, names, strict=True)]
 
 
-def read(path: Path) -> Record:
+def read(path: Path, reading: Reading | None = None) -> Record:
     """The run at `path`: a run directory, a metrics.jsonl (with the run.json beside it, if any) or a console log.
 
     Console lines are train.py's, `step 10 | loss 4.2 | ...`, or nanoGPT's, `iter 10: loss 4.2` and
     `step 250: train loss 4.2, val loss 4.3`; prefixes and lines of others may stand among them. Raises InputError.
+    reading: how far a run directory was read before, so that who watches it reads each row once; it is moved on.
     """
     if path.is_dir():
-        return _from_directory(path, path / "metrics.jsonl")
+        return _from_directory(path, path / "metrics.jsonl", reading)
     try:
         with path.open("rb") as f:
-            if path.suffix != ".jsonl" and not f.peek(1).lstrip().startswith(b"{"):
-                return _from_log(path, f)
+            rows = path.suffix == ".jsonl" or b'"update"' in f.peek(1).lstrip().partition(b"\n")[0]
+            if not rows:
+                wide = f.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as Windows PowerShell's tee writes
+                return _from_log(path, codecs.EncodedFile(f, "utf-8", "utf-16", "replace") if wide else f)
+            if not path.is_file():
+                raise InputError(f"{path}: metrics are read from a file or a run directory, not from a pipe; name it")
     except OSError as e:
         raise InputError(f"{path}: {(e.strerror or str(e)).lower()}; name a run directory or a file of it") from None
     return _from_directory(path.parent if path.name == "metrics.jsonl" else None, path)
@@ -149,33 +165,47 @@ def _is_run(path: Path) -> bool:
     return (path / "metrics.jsonl").is_file() or ((path / "run.json").is_file() and not (path / "step.json").is_file())
 
 
-def _apart(path: Path, names: list[str]) -> str:
-    """A name with the directories above it, where another run bears the same."""
-    whole = path.resolve() if path.is_dir() else path.resolve().parent
-    return "/".join(whole.parts[-2:]) if path.is_dir() else f"{whole.name}/{path.name}"
+def _apart(records: list[Record]) -> list[str]:
+    """Their names, with as many of the directories above as tell them from others that bear the same."""
+    names, wholes = [r.name for r in records], [r.path.resolve() for r in records]
+    for depth in range(2, max((len(w.parts) for w in wholes), default=0) + 1):
+        same = [i for i, name in enumerate(names) if names.count(name) > 1]
+        for i in same:
+            names[i] = "/".join(wholes[i].parts[-depth:]).replace("//", "/")
+    return names
 
 
-def _from_directory(run_dir: Path | None, metrics: Path) -> Record:
+class Reading:
+    """How far a metrics.jsonl that is only appended to has been read."""
+
+    def __init__(self) -> None:
+        self.points, self.bytes, self.without = _Points(), 0, 0
+        self.before: float | None = None  # updates skipped up to the last row
+
+
+def _from_directory(run_dir: Path | None, metrics: Path, reading: Reading | None = None) -> Record:
     notes: list[str] = []
     run = _contract(run_dir, notes) if run_dir else {}
     if "imported" in run:
         raise InputError(f"{run_dir}: imported weights, which nobody trained here; name the run that trains them on")
-    points, without = _Points(), 0
-    before: float | None = None  # updates skipped up to the last row
-    for line, row in each_row(metrics):
+    reading = reading or Reading()
+    points = reading.points
+    for line, row in each_row(metrics, reading.bytes):
+        reading.bytes += len(line) if line.endswith(b"\n") else 0  # the last line may be half written
         if row is None or not _usable(row):
-            without += line.endswith(b"\n")  # the last line of a run that lives may be half written
+            reading.without += line.endswith(b"\n")
             continue
         # The first row of a branch begins with the count of its origin, so only a run's own first row tells of itself.
         now = _number(row.get("skipped")) or 0
-        skip = now > (before if before is not None else 0 if row["update"] == 1 else now)
-        before = now
+        skip = now > (reading.before if reading.before is not None else 0 if row["update"] == 1 else now)
+        reading.before = now
         loss, lr, norm = (_figure(row.get(k)) for k in ("loss", "lr", "preclip_norm"))
         points.rewind(row["update"] - 1, row["update"] - 1)
-        points.add(row["update"], _number(row.get("tokens")), loss, lr, norm, _figure(row.get("tokens_per_s")), skip)
+        tokens, rate = _tokens(row.get("tokens")), _figure(row.get("tokens_per_s"))
+        points.add(row["update"], tokens, loss, lr, norm, rate, skip)
         if "val_loss" in row:
             points.add_held_out(row["update"], _figure(row["val_loss"]))
-    if without:
+    if without := reading.without:
         notes.append(f"{without:,} line{'s' * (without > 1)} of {metrics.name} held no row and were left out")
     if without and not points.rows:
         raise InputError(f"{metrics}: holds no row of metrics; name a metrics.jsonl that train.py wrote")
@@ -184,12 +214,12 @@ def _from_directory(run_dir: Path | None, metrics: Path) -> Record:
     target = run.get("config", {}).get("target_loss")
     samples = _samples(run_dir / "samples.jsonl") if run_dir else ()
     state = _state(run_dir, points.newest) if run and run_dir else ""
-    return points.record(
+    return copy.deepcopy(points).record(  # which thins them for good, whatever is still to be read
         notes,
         name=name,
         path=where,
         course=_course(run),
-        target=_number(target),
+        target=_positive(target),
         state=state,
         run=run,
         samples=samples,
@@ -204,6 +234,16 @@ def _usable(row: dict[str, Any]) -> bool:
 
 def _number(value: object) -> float | None:
     return value if type(value) in (int, float) and abs(value) <= LARGEST else None
+
+
+def _tokens(value: object) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and 0 <= number < 1 << 62 else None
+
+
+def _positive(value: object) -> float | None:
+    number = _number(value)
+    return number if number is not None and number > 0 else None
 
 
 def _figure(value: object) -> float:
@@ -234,27 +274,33 @@ def _course(run: dict[str, Any]) -> Course:
         return run[name] if isinstance(run.get(name), dict) else {}
 
     training, model, baselines = table("training"), table("model"), table("baselines")
-    return Course(
-        updates=training.get("updates"),
-        warmup=training.get("warmup", 0),
-        lr=training.get("lr"),
-        min_lr=training.get("min_lr"),
-        schedule=training.get("schedule"),
-        decay_fraction=training.get("decay_fraction", 0.2),
-        vocab_size=_number(model.get("vocab_size")),
+    # Any number of the right kind passes the check of run.json; what no run can have counts as unknown.
+    vocab_size = _positive(model.get("vocab_size"))
+    course = Course(
+        updates=_tokens(training.get("updates")) or None,
+        vocab_size=vocab_size if vocab_size is not None and vocab_size >= 1 else None,
         unigram_nats=_number(baselines.get("unigram_nats")),
-        bytes_per_token=_number(baselines.get("bytes_per_token")),
-        clip=_number(training.get("clip")) or None,  # 0 turns clipping off
+        bytes_per_token=_positive(baselines.get("bytes_per_token")),
+        clip=_positive(training.get("clip")),  # 0 turns clipping off
         trained_before="origin" in run or "init" in run,
-        global_bsz=training.get("global_bsz"),
-        ctx=_number(model.get("ctx")),
+        global_bsz=_tokens(training.get("global_bsz")) or None,
+        ctx=_positive(model.get("ctx")),
         n_parameters=_parameters(model),
     )
+    names = ("warmup", "lr", "min_lr", "schedule", "decay_fraction")
+    schedule = {name: training[name] for name in names if name in training}
+    if course.updates and schedule and schedule["lr"] <= LARGEST and schedule["schedule"] in SCHEDULES:
+        with contextlib.suppress(InputError):
+            check_schedule(course.updates, *(schedule.get(name, 0.2) for name in names))
+            return dataclasses.replace(course, **schedule)
+    return course
 
 
 def _parameters(model: dict[str, Any]) -> int | None:
-    with contextlib.suppress(InputError, TypeError, ValueError, AttributeError):
-        return count_parameters(model_from_dict(model)).total
+    with contextlib.suppress(InputError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        shape = model_from_dict(model)
+        shape.check()
+        return count_parameters(shape).total
     return None
 
 
@@ -301,17 +347,19 @@ def _samples(path: Path) -> tuple[dict[str, Any], ...]:
 # ---- a console log -------------------------------------------------------------------------------------------------
 
 _VALUE = r"(nan|[+-]?inf|[\d.]+(?:e[+-]?\d+)?)"
-_HEAD = re.compile(r"x ([\d,]+) = ([\d,]+) tokens \| ([\d,]+) updates, ([\d,]+) tokens")
-_BATCH = re.compile(r"^([\d,]+) windows an update")
-_STEP = re.compile(rf"step\s+(\d+)\s+\|\s+loss\s+{_VALUE}")
-_HELD_OUT = re.compile(rf"step\s+(\d+)\s+\|\s+val loss\s+{_VALUE}")
-_SKIPPED = re.compile(r"step\s+(\d+)\s+\|\s+skipped:(?: loss ([\d.e+]+) is)?")
+_COUNT = r"(\d[\d,]{0,22})"  # longer ones are no counts, and no int64
+_HEAD = re.compile(rf"x {_COUNT} = {_COUNT} tokens \| {_COUNT} updates, {_COUNT} tokens")
+_BATCH = re.compile(rf"^{_COUNT} windows an update")
+_STEP = re.compile(rf"step\s+(\d{{1,18}})\s+\|\s+loss\s+{_VALUE}")
+_HELD_OUT = re.compile(rf"step\s+(\d{{1,18}})\s+\|\s+val loss\s+{_VALUE}")
+_SKIPPED = re.compile(r"step\s+(\d{1,18})\s+\|\s+skipped:(?: loss ([\d.e+]+) is)?")
+_SAMPLE = re.compile(r"step\s+\d+\s+\|\s+sample\s+\|")  # a model's text, whatever it looks like
 _GNORM, _LR = re.compile(rf"\bgnorm\s+{_VALUE}"), re.compile(rf"\blr\s+{_VALUE}")
 _RATE = re.compile(r"([\d,]+) tok/s")
-_GONE_ON = re.compile(r"(resumed|branched) from step_(\d+)")
-_ITER = re.compile(rf"iter\s+(\d+):\s+loss\s+{_VALUE}")
-_ITER_HELD_OUT = re.compile(rf"step\s+(\d+):\s+train loss\s+{_VALUE},\s+val loss\s+{_VALUE}")
-_ITER_TOKENS = re.compile(r"tokens per iteration will be:\s+([\d,]+)")
+_GONE_ON = re.compile(r"(resumed|branched) from step_(\d{1,18})")
+_ITER = re.compile(rf"iter\s+(\d{{1,18}}):\s+loss\s+{_VALUE}")
+_ITER_HELD_OUT = re.compile(rf"step\s+(\d{{1,18}}):\s+train loss\s+{_VALUE},\s+val loss\s+{_VALUE}")
+_ITER_TOKENS = re.compile(rf"tokens per iteration will be:\s+{_COUNT}")
 _TRAINED = re.compile(r"^weights of |branched from step_|Initializing from OpenAI GPT-2|Resuming training from")
 
 
@@ -322,7 +370,7 @@ def _from_log(path: Path, f: BinaryIO) -> Record:
     trained = False
 
     def tokens(update: int) -> int | None:
-        return min(update * per_update, budget or 1 << 62) if per_update else None
+        return min(update * per_update, budget or 1 << 62, 1 << 62) if per_update else None
 
     def train(update: int, loss: float, line: str) -> None:
         points.rewind(update - 1, update)
@@ -336,6 +384,8 @@ def _from_log(path: Path, f: BinaryIO) -> Record:
             points.add_held_out(update, loss)
 
     for line in _lines(f):
+        if _SAMPLE.search(line):
+            continue
         if m := _HEAD.search(line):
             ctx, per_update, updates, budget = map(_count, m.groups())
             batch = _count(m[1]) if (m := _BATCH.search(line)) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -368,7 +369,7 @@ class HealthConfig:
                 continue
             if Path(path).is_dir():
                 raise InputError(f"{flag(name)} {path}: a directory; name a file in it")
-            if not Path(path).resolve().parent.is_dir():
+            if not Path(os.path.realpath(path)).parent.is_dir():
                 raise InputError(f"{flag(name)} {path}: no such directory to write to; make it first")
         if unknown := [v for v in self.failing() if v not in VERDICTS]:
             raise InputError(f"--fail-on {unknown[0]}: the verdicts are {', '.join(VERDICTS)}")

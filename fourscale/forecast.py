@@ -7,7 +7,7 @@ over four decades) before the runs that tests/verdicts.py scores were started.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -43,6 +43,12 @@ class Curve:
     skipped: np.ndarray
     val_update: np.ndarray
     val_loss: np.ndarray
+
+
+def until(curve: Curve, update: int) -> Curve:
+    """The curve as it stood after that update."""
+    seen, scored = curve.update <= update, curve.val_update <= update
+    return Curve(*(getattr(curve, f.name)[scored if "val" in f.name else seen] for f in fields(curve)))
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,7 @@ def chance(curve: Curve, course: Course, target: float) -> float | None:
 def _below(mean: np.ndarray, sd: np.ndarray, weight: np.ndarray, x: float) -> float:
     """Of a mixture of normals, the probability up to x."""
     of = zip(mean, sd, weight, strict=True)
-    return float(sum(w * (1 + math.erf((x - m) / (s * math.sqrt(2)))) / 2 for m, s, w in of))
+    return min(1.0, float(sum(w * (1 + math.erf((x - m) / (s * math.sqrt(2)))) / 2 for m, s, w in of)))
 
 
 def _quantile(mean: np.ndarray, sd: np.ndarray, weight: np.ndarray, q: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ def sweep(flags: TrainConfig, topology: Topology, train: Train) -> int:
     run = inspection.setting(_lengthened(flags), topology)
     low, high = span(flags, run.plan.cfg.lr)
     begun = run.begun
+    trials.check_room(run.plan, topology)
     if topology.main:
         begin = f" from {run.before.dir}" if run.before else ""
         tokens = f"{run.plan.tokens_per_update:,} tokens"
@@ -59,7 +61,8 @@ def sweep(flags: TrainConfig, topology: Topology, train: Train) -> int:
     # One update more than is made: a run that is not finished has no receipt, and its contract is not read again.
     changes |= {"steps": begun + UPDATES + 1, "tokens": None, "skip_spikes": 0.0, "skip_limit": UPDATES + 1}
     with trials.scratch(flags, topology) as scratch, tqdm(
-        desc="lr-find", total=UPDATES, unit="update", leave=False, disable=not topology.main, delay=2, mininterval=2
+        desc="lr-find", total=UPDATES, unit="update", leave=False, disable=not topology.main, delay=2,
+        mininterval=0.5 if sys.stderr.isatty() else 10,
     ) as bar:  # fmt: skip
 
         def risen(rows: Sequence[dict[str, Any]]) -> bool:

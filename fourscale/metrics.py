@@ -69,14 +69,16 @@ class Rows:
         self.cut = None
 
 
-def each_row(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Lines of a metrics.jsonl with the row that each holds, one at a time; None for a line without one.
+def each_row(path: Path, start: int = 0) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Lines of a metrics.jsonl, from byte `start` on, with the row that each holds, one at a time; None for a line
+    without one.
 
     A crash cuts a line short, or leaves zeros; a row is an object with a whole number as `update`.
     """
     if not path.is_file():
         return
     with path.open("rb") as f:
+        f.seek(start)
         for line in f:
             row = None
             with contextlib.suppress(ValueError, RecursionError):

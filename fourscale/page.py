@@ -301,12 +301,13 @@ def facts(record: Record) -> list[tuple[str, str]]:
     pairs = [("directory", str(record.path)), ("model", _model(run["model"]))]
     if isinstance(tokenizer := run.get("tokenizer"), dict):
         pairs.append(("tokenizer", _named(tokenizer, ("kind", "vocab_size", "sha256"))))
-    attempts = [a for a in run.get("attempts") or [] if isinstance(a, dict)]
+    listed = run.get("attempts")
+    attempts = [a for a in listed if isinstance(a, dict)] if isinstance(listed, list) else []
     if attempts and (where := attempts[-1].get("data")):
         pairs.append(("data", ", ".join(map(str, where)) if isinstance(where, list) else str(where)))
     if isinstance(data := run.get("data"), dict):
         parts = data.get("parts") if isinstance(data.get("parts"), dict) else {"": data}
-        for name, part in parts.items():
+        for name, part in ((k, v) for k, v in parts.items() if isinstance(v, dict)):
             words = _named(part, ("weight", "train_digest", "val_digest"))
             pairs.append(("data digests" + (f" ({name})" if name else ""), words))
     pairs.append(("training", _named(run["training"], tuple(run["training"]))))
@@ -323,8 +324,9 @@ def facts(record: Record) -> list[tuple[str, str]]:
 def _model(table: dict[str, Any]) -> str:
     try:
         cfg = model_from_dict(table)
+        cfg.check()
         size = budget.count_parameters(cfg).total
-    except (InputError, TypeError):  # of another version
+    except (InputError, TypeError, ValueError, AttributeError, ZeroDivisionError):  # of another version, or damaged
         return _named(table, tuple(table))
     heads = f"{cfg.n_heads} heads" + (f" ({cfg.n_kv_heads} for keys)" if cfg.n_kv_heads != cfg.n_heads else "")
     return (

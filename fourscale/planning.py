@@ -42,6 +42,7 @@ def measured(flags: TrainConfig, topology: Topology, train: Train) -> int:
         raise InputError(
             f"--measure {n}: the run in {flags.ckpt_dir} has made all of its {begun:,} updates; leave it out"
         )
+    trials.check_room(facts.plan, topology)
     before = telemetry.peak_memory(topology.device)
     with trials.scratch(flags, topology) as directory:
         # A save before the last update is counted in its row; the held-out loss comes at the end.
@@ -68,6 +69,8 @@ def measured(flags: TrainConfig, topology: Topology, train: Train) -> int:
 def gather(flags: TrainConfig, topology: Topology | None = None) -> Facts:
     """Everything that is known of a run before it starts. Raises InputError where the run itself would refuse."""
     notes: list[str] = []
+    if flags.resume == "must" and not any(flags.ckpt_dir.glob("step_*")):
+        raise InputError(f"--resume must: no complete checkpoint in {flags.ckpt_dir}; use --resume auto to start")
     clock, origin = Clock(), Origin()
     if _begins_elsewhere(flags):
         flags, clock, origin = _recalled(flags, topology)
@@ -149,6 +152,8 @@ def _device_type(flags: TrainConfig, notes: list[str]) -> tuple[str, str | None]
         if flags.gpu is not None:
             raise InputError(f"--gpu {flags.gpu} and {on_cpu}: a plan for a card and one for the CPU; leave one out")
         return "cpu", None
+    if flags.device == "mps" and flags.gpu is not None:
+        raise InputError(f"--gpu {flags.gpu} and --device mps: a plan for a card and one for a Mac; leave one out")
     if flags.device != "auto":
         return flags.device, None if flags.gpu else _card_here()
     if flags.backend == "nccl" or flags.gpu is not None or flags.peak_tflops is not None:

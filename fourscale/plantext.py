@@ -331,7 +331,8 @@ def _time(facts: Facts) -> list[str]:
         return [*out, _row("hours", f"unknown; what gives them: {way}")]
     share = ""
     if m.peak is not None:
-        share = f", MFU {100 * budget.mfu(rate, flops_per_token(cfg.model), m.peak, m.world):.1f}%"
+        used = budget.mfu(rate, flops_per_token(cfg.model), m.peak, m.world)
+        share = f", MFU {100 * used:.1f}%" + (": MORE THAN THERE IS" if used > 1 else "")
     out.append(_row("rate", f"{rate:,.0f} tok/s over all ranks{share} ({source})"))
     out.append(_row("an update", f"{plan.tokens_per_update / rate:,.4g} s"))
     parts, notes = {"training": costs.hours(facts.tokens, rate)}, {}

@@ -101,13 +101,20 @@ def _check(flags: TrainConfig, topology: Topology, train: Train, report: Report)
         readable &= report.section(name, lambda look=look: look(run))
     if not readable:
         return report.add(("note", "left out", "model and updates, which need data that can be read"))
+    if not report.section("memory", lambda: _room(run)):
+        return report.add(("note", "left out", "model and updates, which need it"))
     seen = _Seen(run)
     report.section("model", lambda: _model(run, seen))
     trials.release(topology)
     if seen.tried is not run:
         flags = dataclasses.replace(flags, **_fewer_windows(run))
-    with trials.scratch(flags, topology) as directory:
-        _updates(flags, run, seen, train, directory, report)
+
+    def tried() -> list[Finding]:
+        with trials.scratch(flags, topology) as directory:
+            _updates(flags, run, seen, train, directory, report)
+        return []
+
+    report.section("directory", tried)
 
 
 @dataclass
@@ -168,6 +175,12 @@ def _setup(flags: TrainConfig, topology: Topology, box: list[Setting]) -> list[F
     length = f"{plan.updates:,} updates, {plan.token_budget:,} tokens{epochs}"
     notes: list[Finding] = [("note", "data", note) for note in run.data.notes]
     return [*notes, ("note", "run", f"{shape}; {rundir.split(cfg.global_bsz, split)}; {length}")]
+
+
+def _room(run: Setting) -> list[Finding]:
+    """Nothing to tell where there is enough: how much it is will be measured."""
+    trials.check_room(run.plan, run.topology)
+    return []
 
 
 def _model(run: Setting, seen: _Seen) -> Iterable[Finding]:

@@ -59,16 +59,19 @@ class Sampler:
         before = self.ids if self.prompt else []
         text = self.tokenizer.decode([*before, *new[:end]])[len(self.tokenizer.decode(before)) :]
         row = json.dumps({"update": update, "prompt": self.prompt, "text": text}, ensure_ascii=False)
-        self._check()
         try:
+            self._check()
             with naming(self.path), self.path.open("a", encoding="utf-8") as f:
                 f.write(row + "\n")
+        except RunFailed:  # another attempt has taken over: the metrics that follow say so on all ranks
+            return
         except OSError as e:
             if not self._told:
                 say(f"note: {e.filename}: {(e.strerror or str(e)).lower()}; training goes on without texts there")
             self._told = True
-        # One line, and no control character of a model that knows nothing yet reaches a terminal.
-        shown = " ".join("".join(c if c.isprintable() else " " for c in self.prompt + text).split())
+        # One line, and no control character of a model that knows nothing yet reaches a terminal, nor a bar that would
+        # make what a model has learnt of logs a line of this one.
+        shown = " ".join("".join(c if c.isprintable() else " " for c in self.prompt + text).replace("|", "¦").split())
         say(f"step {update} | sample | {shown[:SHOWN]}{'…' if len(shown) > SHOWN else ''}")
 
     def _draw(self, model: GPT) -> list[int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fourscale import curves, verdict
 from fourscale.cli import InputError, say
+from fourscale.forecast import until
 from fourscale.parallel import Topology
 
 ALARMING = ("diverging", "suspicious")
@@ -20,12 +21,12 @@ class Target:
 
     def __init__(self, run_dir: Path, topology: Topology, loss: float | None, stop_when: tuple[str, ...]):
         self.run_dir, self.topology = run_dir, topology
-        self.loss, self.stop_when = loss, stop_when
-        self.before: str | None = None  # the verdict at the evaluation before, and whether it was hopeless
-        self.lost = False
+        self.loss, self.stop_when = loss, () if "never" in stop_when else stop_when
+        self.reading = curves.Reading()  # a long run has more rows than should be read anew at each evaluation
+        self.before: str | None = None  # the verdict at the evaluation before
 
     def look(self, update: int) -> str | None:
-        """Judge the run at `update`, which has just been evaluated and is on record; why to stop, or None. Collective.
+        """Judge the run at `update` by what is on record, its newest evaluation too; why to stop, or None. Collective.
 
         Hopeless is what two evaluations in a row say: a curve's noise should end no run.
         """
@@ -33,26 +34,30 @@ class Target:
 
     def _look(self, update: int) -> str | None:
         try:
-            record = curves.read(self.run_dir)
+            record = curves.read(self.run_dir, self.reading)
         except (InputError, OSError) as e:  # what watches a run must not end it
             say(f"note: step {update} was not judged: {e}")
             return None
-        found = verdict.judge(record.curve, record.course, self.loss)
-        name, before, was_lost = found.verdict, self.before, self.lost
-        self.before = name
-        self.lost = name == "diverging" or (found.chance is not None and found.chance <= SLIM)
-        told = self.loss is not None or (name in ALARMING and name != before)
-        if told:
-            ahead = found.forecast
-            end = f" | ends at {ahead.loss:.3f} ({ahead.low:.3f} .. {ahead.high:.3f})" if ahead is not None else ""
-            say(f"step {update} | {name}{end} | {found.reasons[0] if found.reasons else found.remedy}")
+        curve = record.curve
+        if not len(curve.val_loss):
+            return None
+        found = verdict.judge(curve, record.course, self.loss)
+        name, before, self.before = found.verdict, self.before, found.verdict
+        if self.loss is not None or (name in ALARMING and name != before):
+            say(f"step {update} | {name} | {found.reasons[0] if found.reasons else found.remedy}")
             if name not in ("healthy", "undecided") and name != before:
                 say(f"note: {name}: {found.remedy}; python health.py {self.run_dir}")
         if self.loss is None:
             return None
-        newest = record.curve.val_loss[-1] if len(record.curve.val_loss) else float("inf")
+        newest = float(curve.val_loss[-1])
         if "reached" in self.stop_when and newest <= self.loss:
             return f"--stop-when reached (held-out loss {newest:.4f}, target {self.loss:g})"
-        if "hopeless" in self.stop_when and self.lost and was_lost:
-            return f"--stop-when hopeless ({name} at two evaluations, target {self.loss:g})"
+        if "hopeless" in self.stop_when and _is_lost(found) and len(curve.val_update) > 1:
+            earlier = verdict.judge(until(curve, int(curve.val_update[-2])), record.course, self.loss)
+            if _is_lost(earlier):
+                return f"--stop-when hopeless ({name} at two evaluations, target {self.loss:g})"
         return None
+
+
+def _is_lost(found: verdict.Judgement) -> bool:
+    return found.verdict == "diverging" or (found.chance is not None and found.chance <= SLIM)

@@ -160,6 +160,7 @@ class WandB:
         its = its or secrets.token_hex(4)
         write_json(kept, {"id": its})
         directory = Path(os.environ.get("WANDB_DIR") or run_dir)
+        (directory / "wandb").mkdir(parents=True, exist_ok=True)  # or wandb goes to /tmp, and a resume misses it there
         names = {"project": "fourscale", "name": run_dir.name}
         logged = max(logged_offline(directory, its), default=0)  # before this attempt has a file
         self.run = wandb.init(
@@ -303,7 +304,7 @@ def follow(
                     log.log(row, texts.get(last))
             if rows:
                 log.flush()
-                texts.clear()
+                texts = {update: text for update, text in texts.items() if update > last}  # whose row is to come
             if closing:
                 break
             over.wait(POLL_S)

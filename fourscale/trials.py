@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
-from fourscale import durable, metrics, rundir
+from fourscale import checkpoint, costs, durable, metrics, rundir
+from fourscale.budget import Plan
 from fourscale.cli import InputError, RunFailed
 from fourscale.config import TrainConfig
 from fourscale.parallel import StopRequest, Topology, host_name
 from fourscale.publish import RunDir
+from fourscale.steps import size_text
 
 Train = Callable[[TrainConfig, Topology, RunDir, StopRequest, Callable[[str], None]], int]  # train.py's `train`
 
@@ -58,6 +60,31 @@ class Trial:
     checkpoint: Path | None  # the newest step_N; gone with the scratch directory
     seconds: float  # start-up and the save at the end included
     notes: list[str]  # what it would have said beyond its first lines
+
+
+LEAST_SHARE = 0.9  # of the memory that is reckoned: estimates came within 10% of what was measured
+
+
+# ---- before anything is allocated ------------------------------------------------------------------------------------
+
+
+def check_room(plan: Plan, topology: Topology) -> None:
+    """Raise InputError, on all ranks, for a run that can't fit into memory: on a CPU the system would end it without a
+    word, and perhaps others with it. Collective."""
+    cfg, device = plan.cfg, topology.device
+    needs = costs.memory(cfg, costs.Layout(cfg.parallel, topology.world_size, topology.shard_size), device.type)
+    host = host_name()
+    ranks = 1 if device.type == "cuda" else topology.gather(host).count(host)
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else checkpoint.available_memory()
+    short = room is not None and LEAST_SHARE * ranks * needs.peak > room
+    if short := next((s for s in topology.gather((host, ranks, room) if short else None) if s), None):
+        host, ranks, room = short
+        where = "each device" if device.type == "cuda" else f"each of {ranks} ranks" if ranks > 1 else "this process"
+        raise InputError(
+            f"{host}: {where} would take about {size_text(needs.peak)} of memory, {size_text(needs.lasting)} of it for "
+            f"weights, gradients and optimizer, and {size_text(room)} are there; choose a smaller model or "
+            "--local-bsz, --act-ckpt block, or more ranks with --parallel fsdp (--plan shows what each saves)"
+        )
 
 
 # ---- the scratch directory -------------------------------------------------------------------------------------------
@@ -100,7 +127,7 @@ def scratch(flags: TrainConfig, topology: Topology) -> Iterator[Path]:
 
 def _place(ckpt_dir: Path) -> Path:
     """The nearest directory above `ckpt_dir`, where it is on the same disk; `ckpt_dir` itself where it is a disk."""
-    above = next(p for p in ckpt_dir.parents if p.is_dir())
+    above = next((p for p in ckpt_dir.parents if p.is_dir()), ckpt_dir)  # a root has none above
     if ckpt_dir.is_dir() and (ckpt_dir.stat().st_dev != above.stat().st_dev or not os.access(above, os.W_OK)):
         return ckpt_dir
     return above

@@ -6,6 +6,7 @@ over four decades, broken data) before the runs that tests/verdicts.py scores we
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Smooth:
             return 0.0
         back = np.log2(self.tokens[-1] / self.tokens[:-1])
         j = int(np.argmin(np.abs(back - 1)))
-        return float((self.level[-1] - self.level[j]) / back[j])
+        return float((self.level[-1] - self.level[j]) / back[j]) if back[j] > 0 else 0.0  # a record may lack tokens
 
 
 def smooth(tokens: np.ndarray, loss: np.ndarray, global_bsz: int | None = None) -> Smooth:
@@ -150,20 +151,31 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
     values = curve.val_loss[-1:]
     if len(values) and not np.isfinite(values[0]):
         return verdict("diverging", [f"the held-out loss at update {curve.val_update[-1]} is not finite"], COOLER)
+    seen = np.isfinite(curve.val_loss)  # the run may have come back from one that was not
+    curve = dataclasses.replace(curve, val_update=curve.val_update[seen], val_loss=curve.val_loss[seen])
     update, tokens, loss = curve.update[sound], curve.tokens[sound], curve.loss[sound]
     if len(loss) and (reasons := _too_good(curve, course, update, tokens, loss)):
         return verdict("suspicious", reasons, READ)
-    if len(loss) < MIN_POINTS:
-        return verdict("undecided", [f"{len(loss)} updates with a finite loss; {MIN_POINTS} are needed"], WAIT)
     now = int(curve.update[-1])
+    finished = course.updates is not None and now >= course.updates
+    known = finished and len(curve.val_update) > 0 and curve.val_update[-1] >= now
+    if len(loss) < MIN_POINTS:
+        few = f"{len(loss)} update{'s' * (len(loss) != 1)} with a finite loss; {MIN_POINTS} are needed"
+        if not finished:
+            return verdict("undecided", [few], WAIT)
+        if not len(loss):
+            return verdict("diverging", [f"none of its {n} updates had a finite loss"], COOLER)
+        if known and target is not None:  # the outcome needs no curve
+            end = Forecast(*[float(curve.val_loss[-1])] * 3)
+            name, remedy = ("healthy", DONE) if end.loss <= target else ("stalled", MORE)
+            return verdict(name, [_outcome(end.loss, target)], remedy, end, float(end.loss <= target))
+        return verdict("undecided", [few], "nothing to do: it is finished, and too short to be judged")
     if now <= course.warmup and (course.updates is None or now < course.updates):
         return verdict("undecided", [f"update {now} of {course.warmup} of the warmup"], WAIT)
 
     s = smooth(tokens, loss, course.global_bsz)
-    finished = course.updates is not None and now >= course.updates
     signs = _signs(curve, course, s)
     ahead = forecast(curve, course)
-    known = finished and len(curve.val_update) > 0 and curve.val_update[-1] >= now
     if known:
         ahead = Forecast(*[float(curve.val_loss[-1])] * 3)
     if known and target is not None and ahead.loss <= target:  # whatever the curve looked like on its way
@@ -198,7 +210,7 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
     else:
         share = chance(curve, course, target)
         what = (
-            f"forecast of the end {ahead.loss:.3f}, 90% within {ahead.low:.3f} to {ahead.high:.3f}: "
+            f"forecast of the end {_loss(ahead.loss)}, 90% within {_loss(ahead.low)} to {_loss(ahead.high)}: "
             f"a chance of {share:.0%} to beat the target {target:.4g}"
         )
     reasons = [what, *signs]
@@ -211,9 +223,14 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
     )
 
 
+def _loss(x: float, places: int = 3) -> str:
+    """A loss or a difference of losses; they may be 1e30."""
+    return f"{x:.{places}f}" if abs(x) < 1e4 else f"{x:.3g}"
+
+
 def _outcome(end: float, target: float) -> str:
     side = "below" if end <= target else "above"
-    return f"it ended at {end:.4f}, {abs(end - target):.4f} {side} the target {target:.4g}"
+    return f"it ended at {_loss(end, 4)}, {_loss(abs(end - target), 4)} {side} the target {target:.4g}"
 
 
 def _too_good(curve: Curve, course: Course, update: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> list[str]:
@@ -276,8 +293,8 @@ def _risen(curve: Curve, s: Smooth) -> list[str]:
     if rise <= max(RISE_SE * error, RISE_SHARE * low):
         return []
     return [
-        f"the smoothed loss {s.level[-1]:.3f} lies {rise:.3f} above its minimum {low:.3f} at {s.tokens[i]:,.0f} tokens "
-        f"({rise / max(error, 1e-9):.0f} standard errors)"
+        f"the smoothed loss {_loss(s.level[-1])} lies {_loss(rise)} above its minimum {_loss(low)} at "
+        f"{s.tokens[i]:,.0f} tokens ({_loss(rise / max(error, 1e-9), 0)} standard errors)"
     ]
 
 
@@ -309,7 +326,7 @@ def _at_unigram(course: Course, s: Smooth, tokens: np.ndarray) -> tuple[str, flo
         return None
     what = (
         f"the loss came to the level of single token frequencies ({course.unigram_nats:.3f}) by {came:,.0f} tokens "
-        f"and at {dwell:.1f} times that is still {s.level[-1]:.3f}"
+        f"and at {dwell:.1f} times that is still {_loss(s.level[-1])}"
     )
     return what, came, s.slope() > -STEADY * width / BAND
 
@@ -318,7 +335,7 @@ def _above_unigram(course: Course, s: Smooth) -> str | None:
     """That in words."""
     if course.trained_before or course.unigram_nats is None or s.level[-1] <= course.unigram_nats:
         return None
-    return f"the loss {s.level[-1]:.3f} is above the level of single token frequencies, {course.unigram_nats:.3f}"
+    return f"the loss {_loss(s.level[-1])} is above the level of single token frequencies, {course.unigram_nats:.3f}"
 
 
 def _overfitted(curve: Curve, s: Smooth) -> list[str]:
@@ -343,14 +360,15 @@ def _signs(curve: Curve, course: Course, s: Smooth) -> list[str]:
     """What else the figures say, the same for each verdict."""
     signs = []
     if len(s.level) >= 3:
+        slope = f"{'+' * (s.slope() >= 0)}{_loss(s.slope())}"
         signs.append(
-            f"smoothed loss {s.level[-1]:.3f}, {s.slope():+.3f} with the last doubling of tokens, noise {s.noise:.3f}"
+            f"smoothed loss {_loss(s.level[-1])}, {slope} with the last doubling of tokens, noise {_loss(s.noise)}"
         )
     norm = curve.norm[np.isfinite(curve.norm)]
     if len(norm) >= MIN_POINTS:
         early, late = (float(np.median(x)) for x in (norm[: max(5, len(norm) // 4)], norm[-max(5, len(norm) // 10) :]))
         clipped = f", {100 * np.mean(norm > course.clip):.0f}% clipped" if course.clip else ""
-        signs.append(f"pre-clip norm {late:.2f}, {early:.2f} early{clipped}")
+        signs.append(f"pre-clip norm {_loss(late, 2)}, {_loss(early, 2)} early{clipped}")
     if curve.skipped.any():
         signs.append(f"{int(curve.skipped.sum())} updates dropped")
     return signs

@@ -14,15 +14,18 @@ step "1. text -> tokens" \
 step "2. train on two processes (the same command resumes)" \
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 train.py --data data/demo --ckpt-dir ckpt/demo \
   --parallel ddp --backend gloo --arch modern --d-model 256 --n-layers 4 --ctx 256 --local-bsz 4 --optimizer muon \
-  --steps 360 --lr 7e-3 --warmup 20 --eval-every 90 --eval-tokens 40_000 --ckpt-every 90 --keep 2 --resume auto
-step "3. score the held-out text" \
+  --steps 360 --lr 7e-3 --warmup 20 --eval-every 90 --eval-tokens 40_000 --ckpt-every 90 --keep 2 --target-loss 4 \
+  --resume auto
+step "3. was the curve sound, and did it reach 4 nats a token?" \
+  "$PYTHON" health.py ckpt/demo --html ckpt/demo/health.html
+step "4. score the held-out text" \
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 eval_ppl.py --data data/demo --ckpt ckpt/demo
-step "4. a page of its text" \
+step "5. a page of its text" \
   "$PYTHON" sample.py --ckpt ckpt/demo --prompt $'class Reader:\n    def __init__(self, name):\n' --max-new-tokens 400
 if [ ckpt/demo_hf -nt ckpt/demo/DONE.json ]; then
   printf '\nckpt/demo_hf is there already\n'
 else
   rm -rf ckpt/demo_hf  # of an earlier demo
-  step "5. a Hugging Face directory" "$PYTHON" export_hf.py --ckpt ckpt/demo --out ckpt/demo_hf
+  step "6. a Hugging Face directory" "$PYTHON" export_hf.py --ckpt ckpt/demo --out ckpt/demo_hf
 fi
-printf '\nDone. The loss curve is ckpt/demo/loss.png, the model is ckpt/demo_hf; README.md says what to try next.\n'
+printf '\nDone. The curve is ckpt/demo/loss.png, a page about it ckpt/demo/health.html, the model is ckpt/demo_hf; README.md says what to try next.\n'

@@ -36,13 +36,14 @@ fail() {
 }
 
 for word in "$@"; do
-  case $word in
+  name=${word%%=*}
+  case ${name//_/-} in  # train.py takes --stop_after for --stop-after
     -h | --help) usage; exit 0 ;;
-    --lr | --lr=* | --schedule | --schedule=* | --ckpt-dir | --ckpt-dir=* | --data | --data=* | --stop-after | \
-      --stop-after=*)
-      fail "${word%%=*}: is set by the race; see launch/race.sh --help" ;;
-    --target-loss | --target-loss=*) fail "${word%%=*}: say TARGET=X launch/race.sh" ;;
-    --tokens | --tokens=*) fail "${word%%=*}: a tenth of a run is counted in updates here; give --steps" ;;
+    --lr | --schedule | --ckpt-dir | --data | --stop-after | --resume)
+      fail "$name: is set by the race; see launch/race.sh --help" ;;
+    --plan | --preflight | --lr-find) fail "$name: trains nothing; say it to train.py itself" ;;
+    --target-loss) fail "$name: say TARGET=X launch/race.sh" ;;
+    --tokens) fail "$name: a tenth of a run is counted in updates here; give --steps" ;;
   esac
 done
 
@@ -53,6 +54,7 @@ for word in "$@"; do
   before=$word
 done
 case $STEPS in '' | *[!0-9]*) fail "--steps $STEPS: a plain number of updates is needed here, as in --steps 500" ;; esac
+STEPS=$((10#$STEPS))  # 0100 is a hundred, not an octal number
 [ "$STEPS" -ge 10 ] || fail "--steps $STEPS: at least 10, of which the tenth can be judged"
 
 if [ -n "${TEXT:-}${DATA:-}" ] && [ -z "${TARGET:-}" ]; then
@@ -61,9 +63,11 @@ fi
 [ -z "${TEXT:-}" ] || [ -z "${DATA:-}" ] || fail "TEXT and DATA: give one of them"
 [ -z "${TEXT:-}" ] || [ -f "$TEXT" ] || fail "TEXT=$TEXT: no such file"
 [ -z "${DATA:-}" ] || [ -d "$DATA" ] || fail "DATA=$DATA: no such directory"
+case ${PROCS:-2} in *[!0-9]* | 0*) fail "PROCS=$PROCS: a number of processes is needed, as in PROCS=2" ;; esac
+case ${PYTHON:-} in */*) PYTHON=$(whole "$PYTHON") ;; esac
 TEXT=${TEXT:+$(whole "$TEXT")} DATA=${DATA:+$(whole "$DATA")} OUT=${OUT:+$(whole "$OUT")}
 
-cd "$(dirname "$0")/.."
+CDPATH='' cd -- "$(dirname -- "$0")/.."
 PYTHON=${PYTHON:-python3} OUT=${OUT:-ckpt/race} PROCS=${PROCS:-2}
 TARGET=${TARGET:-3.3} LOW=${LOW:-2e-4} RIGHT=${RIGHT:-3e-3} HIGH=${HIGH:-1e-1}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # the ranks share out the cores themselves
@@ -114,7 +118,11 @@ train() {  # NAME, and flags for this call. A run that diverges until train.py e
 RUNS=() begun=
 for name in "${NAMES[@]}"; do
   RUNS+=("$OUT/$name")
-  if over "$name" || [ -e "$OUT/$name/latest" ]; then continue; fi  # this line was interrupted before
+  if over "$name"; then continue; fi
+  if [ -e "$OUT/$name/latest" ]; then  # this line was interrupted before
+    at=$(< "$OUT/$name/latest")
+    [ "${at#step_}" -lt "$TENTH" ] || continue
+  fi
   step "$name: the first tenth"
   train "$name" --stop-after "$TENTH"
   begun=1

@@ -124,6 +124,7 @@ def test_recomputation_costs_a_third_and_mfu_stays_on_6_n():
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),  # a seventh of one
         ("NVIDIA GeForce GTX 1080", "bf16", None),
         ("cpu", "bf16", None),
+        ("NVIDIA H800 PCIe", "bf16", 756),
     ],
 )
 def test_peaks_of_cards(name, dtype, tflops):
@@ -184,6 +185,7 @@ def test_a_price_carries_its_date():
         ({"peak_tflops": 0.0}, "--peak-tflops 0: must be"),
         ({"expect_tokens_per_s": -5.0}, "--expect-tokens-per-s -5: must be"),
         ({"expect_mfu": 40.0}, "--expect-mfu 40: is a share"),
+        ({"peak_tflops": 312e12}, "--peak-tflops 3.12e.14: is in TFLOP/s of one device, as in 312"),
     ],
 )
 def test_expectations_that_mean_nothing_are_refused(flags, words):
@@ -204,6 +206,8 @@ def test_expectations_that_mean_nothing_are_refused(flags, words):
         ({"ckpt_every": 100, "keep": 2}, 25, 3),  # the best may be an older one
         ({"ckpt_every": 100, "keep": 2, "keep_every": 1000}, 25, 5),
         ({"ckpt_every": 1000, "save_best": True, "eval_every": 250}, 10, 10),
+        ({"ckpt_every": 300, "save_best": True, "eval_every": 200, "keep": 3}, 17, 4),  # 600, 1200, ... are of both
+        ({"ckpt_every": 300, "save_best": True, "eval_every": 200, "keep": 3, "keep_every": 400}, 17, 9),
     ],
 )
 def test_checkpoints_over_a_run(flags, saved, kept):
@@ -212,6 +216,13 @@ def test_checkpoints_over_a_run(flags, saved, kept):
     assert (d.saved, d.kept) == (saved, kept)
     assert d.kept_bytes == kept * d.checkpoint
     assert d.most_bytes == d.kept_bytes + (d.checkpoint if kept < saved else 0)  # while the next one is written
+
+
+def test_checkpoints_of_a_run_beyond_all_bounds_are_counted_at_once():
+    d = costs.disk(planned(steps=10**15, ckpt_every=1, keep=10**9, keep_every=7))
+    assert d.saved == 10**15 and d.kept == 10**9 + (10**15 - 10**9) // 7 + 1
+    with pytest.raises(InputError, match="--n-layers 1000000000: must be at most 10,000"):
+        planned(model=ModelConfig(n_layers=10**9))
 
 
 def test_checkpoints_by_the_clock():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, rows, run
 
-from fourscale import curves, verdict
+from fourscale import curves, page, verdict
 from fourscale.cli import InputError
 
 TRAINING = {
@@ -25,6 +25,8 @@ RUN = {
     "baselines": {"unigram_nats": 3.3, "bytes_per_token": 1.0},
     "config": {"target_loss": 1.75},
 }
+
+WIDTHS = ("d_model", "n_heads", "n_kv_heads", "d_ff", "ctx")
 
 
 def row(update, **changed):
@@ -235,6 +237,78 @@ def test_a_directory_of_runs_and_names_that_tell_them_apart(tmp_path):
     specs = (str(tmp_path / "x" / "ckpt"), str(tmp_path / "y" / "ckpt"), str(tmp_path / "race"))
     records = curves.read_all((*specs, str(tmp_path / "race" / "a")))
     assert [r.name for r in records] == ["x/ckpt", "y/ckpt", "a", "b"], "each once"
+
+
+def test_names_differ_however_deep_the_directories_are_that_tell_them_apart(tmp_path):
+    for name in ("a/x/run", "b/x/run", "c/run"):
+        written(tmp_path / name, [row(1)])
+    records = curves.read_all(tuple(str(tmp_path / name) for name in ("a/x/run", "b/x/run", "c/run")))
+    assert [r.name for r in records] == ["a/x/run", "b/x/run", "c/run"]
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        {"training": TRAINING | {"updates": 10**400, "warmup": 10**400}},
+        {"training": TRAINING | {"warmup": 499}},
+        {"training": TRAINING | {"lr": math.nan}},
+        {"training": TRAINING | {"lr": math.inf, "schedule": "sinus"}},
+        {"training": TRAINING | {"decay_fraction": -1.0, "schedule": "wsd"}},
+        {"model": {"vocab_size": -5, "ctx": "many"}},
+        {"model": {**dict.fromkeys(WIDTHS, 8), "n_heads": 0, "n_layers": 1, "vocab_size": 9}},
+        {"model": {**dict.fromkeys(WIDTHS, 8), "n_layers": 10**15, "vocab_size": 9}},
+        {"baselines": {"unigram_nats": math.inf, "bytes_per_token": -1}},
+        {"attempts": 5, "data": {"parts": {"a": 5}}},
+        {"config": {"target_loss": -3.0, "model": [], "data": 7}},
+    ],
+    ids=range(11),
+)
+def test_no_figure_of_a_damaged_contract_ends_the_judgement(tmp_path, rubbish):
+    rows = [row(u, **({"val_loss": 2.0} if u % 20 == 0 else {})) for u in range(1, 101)]
+    record = curves.read(written(tmp_path / "run", rows, RUN | rubbish))
+    run = curves.Judged(record, record.target, verdict.judge(record.curve, record.course, record.target))
+    words = " ".join(words for _, words in page.findings(run))
+    assert "nan" not in words and "inf" not in words
+    json.dumps(page.entry(run), allow_nan=False)
+    page.render([run], b"", b"")
+
+
+@pytest.mark.parametrize("tokens", [1e30, -5, math.nan, "many", 1 << 63])
+def test_tokens_that_no_run_can_have_count_as_unknown(tmp_path, tokens):
+    record = curves.read(written(tmp_path / "run", [row(u, tokens=tokens) for u in range(1, 60)]))
+    assert not record.tokens_known and record.curve.tokens[-1] == 59
+
+
+def test_a_count_of_tokens_that_stands_still_is_borne(tmp_path):
+    record = curves.read(written(tmp_path / "run", [row(u, tokens=1) for u in range(1, 100)]))
+    with np.errstate(all="raise"):
+        verdict.judge(record.curve, record.course, 1.75)
+
+
+def test_a_log_with_numbers_too_long_for_any_count(tmp_path):
+    log = tmp_path / "log"
+    many = "9" * 6000
+    log.write_text(
+        f"x 8 = {many} tokens | {many} updates, {many} tokens\nstep {many} | loss 4.0\niter {many}: loss 3.0\n"
+        f"tokens per iteration will be: {'9' * 20}\n" + "".join(f"step {u} | loss 4.0\n" for u in range(1, 20))
+    )
+    record = curves.read(log)
+    assert record.update == 19 and record.curve.tokens[-1] == 1 << 62
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1", "utf-8-sig"])
+def test_a_log_in_another_encoding(tmp_path, encoding):
+    log = tmp_path / "train.log"
+    text = "caf\xe9\r\n" + "".join(f"step {u} | loss 4.0 | gnorm 0.50 | lr 1.00e-03\r\n" for u in range(1, 20_000))
+    log.write_bytes(text.encode(encoding))
+    record = curves.read(log)
+    assert record.rows == 19_999 and np.all(record.curve.loss == 4.0) and np.all(record.curve.norm == 0.5)
+
+
+def test_a_log_may_begin_with_a_brace(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("{'learning_rate': 0.1}\n" + "".join(f"iter {u}: loss 4.0, time 3ms\n" for u in range(20)))
+    assert curves.read(log).update == 20
 
 
 def test_a_run_before_its_first_row(tmp_path):

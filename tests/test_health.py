@@ -21,6 +21,7 @@ from test_curves import RUN, TRAINING, row, written
 
 import health
 from fourscale import curves, page, plots, verdict
+from fourscale.cli import InputError
 
 
 def race(directory, name, updates=500, lr=3e-3, floor=1.5, noise=0.02, run=RUN, **fields):
@@ -168,6 +169,37 @@ def test_usage_errors(args, words, monkeypatch):
     with pytest.raises(Exception, match=re.escape(words)) as caught:
         health.main.__wrapped__()
     assert type(caught.value).__name__ == "InputError" and "\n" not in str(caught.value)
+
+
+def test_outputs_go_where_links_and_devices_lead_and_over_nothing_that_is_read(tmp_path, capsys, monkeypatch):
+    run_dir = race(tmp_path, "run", updates=60)
+    (tmp_path / "link.json").symlink_to("real.json")
+    said(capsys, monkeypatch, run_dir, "--json", tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "real.json").read_text())
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    said(capsys, monkeypatch, run_dir, "--json", tmp_path / "pipe")
+    assert json.loads(os.read(reader, 1 << 16))[0]["run"] == "run", "as /dev/null is, when root is asked to write there"
+    os.close(reader)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    (tmp_path / "other").symlink_to(run_dir / "metrics.jsonl")
+    for args in (
+        ["--png", run_dir / "metrics.jsonl"],
+        ["--json", tmp_path / "other"],
+        ["--html", run_dir / "DONE.json"],
+    ):
+        with pytest.raises(InputError, match="is read; name another file"):
+            said(capsys, monkeypatch, run_dir, *args)
+    with pytest.raises(InputError, match=r"--html .*: --png is written there"):
+        said(capsys, monkeypatch, run_dir, "--html", tmp_path / "x", "--png", tmp_path / "x")
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_through_a_pipe_are_refused_instead_of_read_as_nothing(tmp_path):
+    line = command("health.py", "-")
+    text = "".join(json.dumps(row(u)) + "\n" for u in range(1, 60))
+    done = subprocess.run(line, input=text, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert done.returncode == 2 and "not from a pipe" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_log_on_standard_input(tmp_path):
@@ -379,11 +411,30 @@ def test_the_race_says_what_it_needs(tmp_path):
     for args, variables, words in (
         (["--lr", "1"], {}, "error: --lr: is set by the race"),
         (["--steps", "2e3"], {}, "error: --steps 2e3: a plain number"),
+        (["--stop_after", "9"], {}, "error: --stop_after: is set by the race"),
+        (["--target_loss=2"], {}, "error: --target_loss: say TARGET=X"),
+        (["--plan"], {}, "error: --plan: trains nothing"),
+        (["--steps", "08"], {}, "error: --steps 8: at least 10"),
+        ([], {"PROCS": 0}, "error: PROCS=0: a number of processes"),
         ([], {"TEXT": "nowhere"}, "error: TARGET: with another text say"),
         ([], {"TEXT": "nowhere", "TARGET": 2}, "error: TEXT=nowhere: no such file"),
     ):
         done = shell(*args, **variables)
         assert done.returncode == 2 and done.stderr.startswith(words), done.stderr
+
+
+@pytest.mark.slow
+def test_a_race_interrupted_before_the_tenth_is_still_judged_there(data, tmp_path):
+    small = ("--d-model", 32, "--n-layers", 1, "--n-heads", 2, "--ctx", 32, "--steps", 40)
+    set_ = {"DATA": data, "TARGET": 2.6, "OUT": tmp_path / "race", "PROCS": 1}
+    shared = ("--backend", "gloo", "--global-bsz", 16, "--local-bsz", 16, "--warmup", 1, "--eval-every", 1)
+    shared += ("--eval-tokens", 8192, "--sample-tokens", 0, "--ckpt-every", 0, "--keep", 1, "--target-loss", 2.6)
+    run_dir = tmp_path / "race" / "low_2e-4"
+    run("train.py", *small, *shared, "--data", data, "--ckpt-dir", run_dir, "--lr", "2e-4", "--stop-after", 1)
+    done = shell(*small, **set_)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    tenth = done.stdout.split("== after a tenth")[1].split("==")[0]
+    assert tenth.count("4 of 40") == 3 and done.stdout.count("the first tenth") == 3
 
 
 @pytest.mark.slow

@@ -71,6 +71,11 @@ def test_utilisation_of_a_known_rate(plan):
     assert float(value(lines, "rate", r"MFU ([\d.]+)%")) == pytest.approx(40.5, abs=0.3)
 
 
+def test_a_rate_above_the_peak_is_said_to_be_one(plan):
+    lines = plan("--gpu", "T4", "--dtype", "fp16", "--expect-tokens-per-s", "1e6")
+    assert "MORE THAN THERE IS" in next(line for line in lines if line.strip().startswith("rate"))
+
+
 def test_updates_and_compute_of_larger_models(plan):
     lines = plan("--gpu", "H100", "--global-bsz", 256, "--tokens", "2e9")
     assert value(lines, "an update", r"([\d,]+) tokens") == "262,144"
@@ -175,9 +180,11 @@ def test_the_last_line_starts_the_run(plan, argv, launch):
         ("--optimizer muon --dtype fp16", "--dtype fp16: .*adamw"),
         ("--d-model 100 --n-heads 3", "--n-heads 3 does not divide"),
         ("--gpu H100 --device cpu", "--gpu H100 and --device cpu: .*leave one out"),
+        ("--gpu H100 --device mps", "--gpu H100 and --device mps: .*leave one out"),
         ("--gpu A1000", "--gpu A1000: not in the table of cards; nearest are .*A100"),
         ("--price 2.5", "--price 2.5: prices age"),
         ("--expect-world-size 0", "--expect-world-size 0: must be at least 1"),
+        ("--resume must --ckpt-dir new", "--resume must: no complete checkpoint in new"),
         ("--measure 3 --preflight", "--plan and --preflight"),
     ],
 )

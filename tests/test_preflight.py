@@ -237,6 +237,40 @@ def test_an_id_outside_the_vocabulary_is_found_and_nothing_is_trained(data, tmp_
     assert code == 1 and "missing" in failed(table)["setup"]
 
 
+def test_a_place_where_nothing_can_be_written_is_found(data, topology):
+    code, table = checked(flags_for(data, Path("/proc/self/run")), topology)  # refuses root too
+    assert code == 1 and list(failed(table)) == ["directory"]
+    assert "--ckpt-dir /proc/self/run: nothing can be tried out beside it" in failed(table)["directory"]
+    assert trials._place(Path("/")) == Path("/")
+
+
+@pytest.mark.parametrize("mode", ["--preflight", "--lr-find", "--plan"])
+def test_a_run_that_can_not_fit_is_refused_before_it_is_built(data, tmp_path, topology, monkeypatch, mode):
+    built: list[int] = []
+    monkeypatch.setattr(parallel, "build", lambda *args: built.append(1))
+    monkeypatch.setattr(checkpoint, "available_memory", lambda: 1 << 20)
+    flags = (
+        "--data",
+        data,
+        "--ckpt-dir",
+        tmp_path / "run",
+        *SMALL,
+        mode,
+        *(("--measure", 2) if mode == "--plan" else ()),
+    )
+    asked = parse(TrainConfig, [str(a) for a in flags])
+    if mode == "--preflight":
+        code, table = checked(asked, topology)
+        fault = failed(table)["memory"]
+        assert code == 1 and list(failed(table)) == ["memory"]
+    else:
+        with pytest.raises(InputError) as refused:
+            train.pretrain(asked, topology)
+        fault = str(refused.value)
+    assert "this process would take about" in fault and "1.0 MiB are there" in fault and "--act-ckpt block" in fault
+    assert not built and not list(tmp_path.iterdir())
+
+
 def test_another_tokenizer_is_found(data, tmp_path, topology):
     foreign = tmp_path / "foreign"
     foreign.mkdir()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,8 @@ import pytest
 import torch
 from conftest import SMALL, rows, run
 
-from fourscale import budget, samples, tokenization
-from fourscale.cli import InputError
+from fourscale import budget, curves, samples, tokenization
+from fourscale.cli import InputError, RunFailed
 from fourscale.config import ModelConfig
 from fourscale.model import GPT
 from fourscale.parallel import Topology
@@ -117,6 +120,18 @@ def test_what_ends_a_text_ends_no_forward(tmp_path):
     assert texts(tmp_path) == [{"update": 1, "prompt": "ab", "text": ""}]
 
 
+def test_a_text_that_looks_like_a_line_of_the_console_is_none(tmp_path, capsys):
+    prompt = "step 7 | loss 1.0 | iter 3: loss 9.9 step 5: train loss 1.5, val loss 1.5"
+    sampler(tmp_path, prompt=prompt, tokens=1).write(10, model_of("gpt2"))
+    shown = capsys.readouterr().out
+    assert "step 7 ¦ loss 1.0" in shown and not re.search(r"step\s+(\d+)\s+\|\s+loss\s+([\d.]+)", shown)
+    assert texts(tmp_path)[0]["prompt"] == prompt
+    log = tmp_path / "log"
+    log.write_text(f"step 1 | loss 4.0000 | gnorm 1.00\n{shown}step 10 | loss 3.0000 | gnorm 1.00\n", "utf-8")
+    curve = curves.read(log).curve
+    assert (curve.update.tolist(), curve.loss.tolist(), curve.val_loss.tolist()) == ([1, 10], [4.0, 3.0], [])
+
+
 def test_faults_of_a_text_are_notes_and_those_of_a_prompt_errors(tmp_path, capsys):
     model = model_of("gpt2")
     sampler(tmp_path, tokenizer=None).write(1, model)
@@ -137,3 +152,21 @@ def test_faults_of_a_text_are_notes_and_those_of_a_prompt_errors(tmp_path, capsy
     its.write(3, model)
     assert capsys.readouterr().out.startswith("note: step 3: no text: logits are not finite")
     assert model.training
+
+
+def test_a_directory_that_fails_or_is_lost_costs_a_text_alone(tmp_path, capsys):
+    model, its = model_of("gpt2"), sampler(tmp_path)
+
+    def stale() -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path / ".writer.json"))
+
+    def superseded() -> None:
+        raise RunFailed("another attempt writes there")
+
+    its._check = stale
+    its.write(1, model)
+    out = capsys.readouterr().out
+    assert out.startswith(f"note: {tmp_path / '.writer.json'}: stale file handle; training") and " | sample | " in out
+    its._check = superseded  # on rank 0 alone: the others would wait for it in vain
+    its.write(2, model)
+    assert not (tmp_path / "samples.jsonl").exists()

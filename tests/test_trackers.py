@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -288,6 +289,33 @@ def test_a_tracker_of_a_superseded_attempt_logs_nothing_of_the_next(tmp_path, of
     job.write(4, 5)
     assert following._processes[0][1].wait(10) == 0
     assert sorted(board_history(job.path)) == [1, 2, 3]
+
+
+def test_a_text_that_is_there_before_its_row_waits_for_it(tmp_path):
+    job = Run(tmp_path / "ckpt")
+    job.begin((), 0, resumed=False)
+    job.write(1, 9)
+    (job.path / "samples.jsonl").write_text(
+        '{"update": 10, "prompt": "Once", "text": " upon"}\n'
+    )  # as in an evaluation
+    over, told = trackers.Ending(), []
+    following = threading.Thread(
+        target=trackers.follow, args=("tensorboard", job.path, job.attempt, 0, False, over, told.append)
+    )
+    following.start()
+    wait_for(lambda: len(board_history(job.path)) == 9 if list(job.path.glob("tensorboard/*")) else False)
+    with (job.path / "metrics.jsonl").open("a") as f:
+        f.write(json.dumps(row(10)) + "\n")
+    over.in_order = True
+    over.set()
+    following.join(30)
+    assert [e.step for e in board(job.path).Tensors("sample")] == [10]
+
+
+def test_wandb_is_not_left_to_choose_a_temporary_directory(tmp_path, offline, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", "/proc/self/nowhere")  # can't be made, by root neither
+    with pytest.raises(OSError, match="nowhere"):
+        trackers.WandB(tmp_path, {"attempts": [{}]}, 0, resumed=False)
 
 
 def test_none_undoes_the_trackers_before_it(tmp_path, offline):

@@ -345,7 +345,6 @@ def test_truth_is_the_end_of_a_run():
     assert verdicts.truth(curve(loss), COURSE, 5.0, ended=False) == "broken"
 
 
-@pytest.mark.skipif(not STORE.is_file(), reason="tests/verdicts.py has stored no runs")
 def test_the_published_tables_come_out_again():
     assert verdicts.tables(verdicts.stored(STORE)) == TABLES.read_text(encoding="utf-8").strip()
 
@@ -376,3 +375,38 @@ def test_a_turn_for_the_better_is_expected_of_usual_rates():
     course = dataclasses.replace(COURSE, unigram_nats=3.3, n_parameters=2_700_000, global_bsz=64, ctx=128)
     usual, tiny = (chance(curve(flat, until=100), dataclasses.replace(course, lr=lr), 2.5) for lr in (3e-3, 1e-4))
     assert usual > 2 * tiny
+
+
+def test_a_held_out_loss_that_was_not_finite_once_is_left_out():
+    loss = falling()
+    held = np.array([np.median(loss[max(0, at - 9) : at]) for at in range(20, 201, 20)])
+    held[[3, 8]] = np.nan
+    broken = curve(loss, until=200, held_out=held)
+    kept = np.isfinite(held)
+    whole = dataclasses.replace(broken, val_update=broken.val_update[kept], val_loss=held[kept])
+    assert judge(broken, COURSE, 1.7) == judge(whole, COURSE, 1.7)
+    assert judge(broken, COURSE, 1.7).forecast.low > 0
+
+
+@pytest.mark.parametrize("updates", [1, 4, 11])
+def test_a_finished_run_too_short_for_a_curve_is_judged_by_its_end(updates):
+    course = dataclasses.replace(COURSE, updates=updates, warmup=0)
+    short = dataclasses.replace(
+        curve(falling()[:updates], course), val_update=np.array([updates]), val_loss=np.array([3.0])
+    )
+    assert judge(short, course, 3.1).verdict == "healthy" and "0.1000 below" in judge(short, course, 3.1).reasons[0]
+    assert judge(short, course, 2.9).verdict == "stalled"
+    plain = judge(short, course)
+    assert plain.verdict == "undecided" and plain.remedy.startswith("nothing to do")
+    lost = dataclasses.replace(short, loss=np.full(updates, np.nan), val_loss=np.array([np.nan]))
+    assert judge(lost, course).verdict == "diverging"
+    lost = dataclasses.replace(lost, val_update=short.val_update[:0], val_loss=short.val_loss[:0])
+    assert judge(lost, course).verdict == "diverging"
+    assert judge(short, dataclasses.replace(course, updates=50), 3.1).verdict == "undecided", "it goes on"
+
+
+def test_enormous_losses_are_told_in_few_digits():
+    loss = np.where(np.arange(400) < 30, 4.0, 1e30)
+    for found in (of(loss, until=200), of(loss, target=3.0)):
+        assert found.verdict == "diverging"
+        assert max(len(word) for reason in found.reasons for word in reason.split()) < 16, found.reasons

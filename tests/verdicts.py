@@ -36,6 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fourscale import curves
+from fourscale.forecast import until
 from fourscale.verdict import Course, Curve, Judgement, judge
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,12 +205,6 @@ def truth(curve: Curve, course: Course, target: float, ended: bool) -> str:
     if risen or (stuck and course.unigram_nats is not None and final > course.unigram_nats):
         return "broken"
     return "beat" if final <= target else "missed"
-
-
-def until(curve: Curve, update: int) -> Curve:
-    """The curve as it stood after that update."""
-    seen, scored = curve.update <= update, curve.val_update <= update
-    return Curve(*(getattr(curve, f.name)[scored if "val" in f.name else seen] for f in dataclasses.fields(Curve)))
 
 
 def rounded(value: float, digits: int) -> float | None:
