@@ -271,7 +271,8 @@ class TrainConfig:
     preflight: bool = False
     """check what a run rests on - data, first loss, fitting, saving, resuming, ranks, memory - in seconds, and end"""
     lr_find: bool = False
-    """sweep the rate upwards on a copy, plot the loss against it, suggest a peak, and end; the run is not touched"""
+    """sweep the rate upwards on a copy over 150 updates, plot the loss against it, suggest a peak, and end. From
+    lr/1000 to 100 lr, or from --min-lr to --lr where these span two decades or more"""
     gpu: MaybeText = None
     """card to plan for, as in H100 or 'RTX 4090' (default: the one that is here)"""
     peak_tflops: MaybeFloat = None

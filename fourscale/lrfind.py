@@ -57,6 +57,8 @@ def sweep(flags: TrainConfig, topology: Topology, train: Train) -> int:
         begin = f" from {run.before.dir}" if run.before else ""
         tokens = f"{run.plan.tokens_per_update:,} tokens"
         say(f"lr-find: {low:.1e} .. {high:.1e} over up to {UPDATES} updates of {tokens}{begin}")
+        if flags.min_lr is not None and low != flags.min_lr:
+            say(f"note: --min-lr and --lr span less than {DECADES:g} decades: a schedule's, no range to sweep")
     changes: dict[str, Any] = {"schedule": "sweep", "warmup": begun, "min_lr": low, "lr": high}
     # One update more than is made: a run that is not finished has no receipt, and its contract is not read again.
     changes |= {"steps": begun + UPDATES + 1, "tokens": None, "skip_spikes": 0.0, "skip_limit": UPDATES + 1}
@@ -85,7 +87,9 @@ def sweep(flags: TrainConfig, topology: Topology, train: Train) -> int:
         "least_loss_lr": reading.least,
         "from_update": begun,
         "code": code_version(),
-        "training": run.plan.training_table() | {"lr": None, "min_lr": None, "schedule": "sweep"},
+        "training": run.plan.training_table()
+        | {"lr": high, "min_lr": low, "schedule": "sweep", "warmup": 0, "updates": len(rates)}
+        | {"token_budget": len(rates) * run.plan.tokens_per_update},
         "model": dataclasses.asdict(run.plan.cfg.model),
         "lr": rates.tolist(),
         "loss": losses.tolist(),

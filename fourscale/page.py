@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -17,6 +19,7 @@ from fourscale import __version__, budget
 from fourscale.cli import InputError, flag
 from fourscale.config import TrainConfig, model_from_dict
 from fourscale.curves import Judged, Record, smoothed
+from fourscale.durable import read_json
 
 # ---- words ---------------------------------------------------------------------------------------------------------
 
@@ -81,14 +84,25 @@ def findings(run: Judged) -> list[tuple[str, str]]:
     if len(rates) and not record.complete:
         lines.append(("pace", f"{float(np.median(rates)):,.0f} tokens a second"))
     lines += [("why" if i == 0 else "", reason) for i, reason in enumerate(found.reasons)]
-    lines.append(("what to do", found.remedy))
+    lines.append(("what to do", remedy(run)))
     return lines + [("note", note) for note in record.notes]
+
+
+def remedy(run: Judged) -> str:
+    """The verdict's, or what there is to say of a run that stopped itself."""
+    by = ""
+    if run.record.state == "stopped":
+        with contextlib.suppress(InputError):
+            by = str(read_json(run.record.path / "STOPPED.json").get("by"))
+    if by.startswith("--stop-when"):
+        return f"it stopped itself by {by}; train.py --resume must --stop-when never goes on"
+    return run.judgement.remedy
 
 
 def _distance(run: Judged) -> str:
     words, found, target = [f"{run.target:g}"], run.judgement, run.target
     if found.crossed is not None:
-        words.append(f"crossed at update {found.crossed:,}")
+        words.append(f"reached at update {found.crossed:,}")
     if run.held_out and math.isfinite(run.held_out[1]):
         gap = run.held_out[1] - target
         words.append(f"the newest held-out loss is {nats(abs(gap))} {'above' if gap > 0 else 'below'} it")
@@ -96,7 +110,7 @@ def _distance(run: Judged) -> str:
         words.append("no held-out loss to compare with it yet")
     if found.forecast and not run.record.complete:
         gap = found.forecast.loss - target
-        words.append(f"the forecast {nats(abs(gap))} {'above' if gap > 0 else 'below'}")
+        words.append(f"the forecast of the schedule's end {nats(abs(gap))} {'above' if gap > 0 else 'below'}")
     return "; ".join(words)
 
 
@@ -165,7 +179,7 @@ def entry(run: Judged) -> dict[str, Any]:
         "state": record.state or None,
         "verdict": found.verdict,
         "reasons": list(found.reasons),
-        "remedy": found.remedy,
+        "remedy": remedy(run),
         "update": record.update,
         "updates": record.course.updates,
         "tokens": int(record.curve.tokens[-1]) if record.update and record.tokens_known else None,
@@ -365,5 +379,5 @@ def _flags(config: dict[str, Any]) -> list[str]:
             words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
         else:
             for one in value if isinstance(value, list) else [value]:
-                words += [flag(name), _plain(one) if isinstance(one, float) else str(one)]
+                words += [flag(name), _plain(one) if isinstance(one, float) else shlex.quote(str(one))]
     return words or ["all at their defaults"]

@@ -394,7 +394,7 @@ def _known(facts: Facts) -> list[str]:
     out = ["What this rests on"]
     exact = "parameters, tokens, updates, FLOPs; weights, gradients, optimizer, checkpoints; wire, where rings are used"
     out.append(_row("exact", exact))
-    out.append(_row("estimated", "the rows with ~, which came within 10% of what small models allocated on a CPU"))
+    out.append(_row("estimated", "the rows with ~, the peak came within 4% of what small models allocated on a CPU"))
     rate, source = facts.rate()
     if (seen := facts.measured) is not None:
         which = "the first update, start-up and all" if facts.cfg.measure == 1 else "the median after the first"
@@ -426,6 +426,8 @@ def command(facts: Facts) -> str:
                 next(words, None)
         elif name != "--plan":
             kept.append(word)
+    if cfg.resume == "never" and not any(word.partition("=")[0] == "--resume" for word in kept):
+        kept += ["--resume", "auto"]  # then it is the command of every restart too
     if cfg.config is not None and "--plan" not in sys.argv:
         kept.append("--no-plan")  # the recipe says it
     launch = "python"

@@ -342,7 +342,7 @@ def _unigram(ax: Axes, runs: Sequence[Judged]) -> None:
             ax.axhline(level, color="gray", linestyle=":", linewidth=1)
             words, ink = f"counting single tokens: {level:.2f}", {"color": "gray", "fontsize": 8}
             side = "bottom" if level < low + 0.85 * (high - low) else "top"  # the corner above is taken
-            ax.text(0.995, level, words, transform=ax.get_yaxis_transform(), ha="right", va=side, **ink)
+            ax.text(0.995, level, words, transform=ax.get_yaxis_transform(), ha="right", va=side, zorder=9, **ink)
 
 
 def _schedule_ahead(run: Judged) -> tuple[np.ndarray, np.ndarray]:
@@ -385,7 +385,12 @@ def _rate_panels(lr: Axes, norm: Axes, rate: Axes, runs: Sequence[Judged], by_to
     pooled = np.concatenate(norms) if norms else np.array([])
     if len(pooled):
         low, high = np.quantile(pooled, (0.002, 0.998))
-        norm.set_ylim(low / 1.5, max(1.5 * high, 4 * low))
+        low, high = low / 1.5, max(1.5 * high, 4 * low)
+        norm.set_ylim(low, high)
+        if high < 30 * low:  # few or no powers of ten in it: three plain numbers tell more than minor ticks
+            norm.set_yticks([float(f"{x:.1g}") for x in np.geomspace(1.2 * low, high / 1.2, 3)])
+            norm.yaxis.set_major_formatter("{x:g}")
+        norm.yaxis.set_minor_formatter("")
         for clip in sorted({run.record.course.clip for run in runs if run.record.course.clip}):
             norm.axhline(clip, color="gray", linestyle=":", linewidth=1)
             at, ink = norm.get_yaxis_transform(), {"color": "gray", "fontsize": 8}

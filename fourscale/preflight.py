@@ -78,7 +78,7 @@ def check(flags: TrainConfig, topology: Topology, train: Train) -> int:
         gone.speaks = True
         raise gone from None
     failed = topology.from_main(lambda: report.failed)
-    seconds = f"{time.monotonic() - started:.1f} s"
+    seconds = f"{time.monotonic() - started:.1f} s of checks"
     if topology.main:
         say(f"preflight: {len(failed)} failed ({', '.join(failed)}), {seconds}" if failed else f"preflight: {seconds}")
     return 1 if failed else 0
@@ -87,6 +87,8 @@ def check(flags: TrainConfig, topology: Topology, train: Train) -> int:
 def _check(flags: TrainConfig, topology: Topology, train: Train, report: Report) -> None:
     report.section("machine", lambda: _machine(topology))
     report.section("directory", lambda: _directory(flags, topology))
+    if flags.resume != "never" and topology.from_main((flags.ckpt_dir / "DONE.json").is_file):
+        return report.add(("note", "left out", "all else: there is nothing to go on with"))
     box: list[Setting] = []
     if not report.section("setup", lambda: _setup(flags, topology, box)):
         return report.add(("note", "left out", "all else, which needs what the line above asks for"))

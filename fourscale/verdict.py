@@ -110,7 +110,7 @@ WAIT = "wait: it is too early to tell"
 FINISH = "let it finish"
 DONE = "nothing to do: it is finished"
 MORE = "a larger peak rate, more updates, or a larger model or more data; more patience alone won't do it"
-COOLER = "a smaller peak rate, longer warmup, or tighter clipping; look at events.jsonl"
+COOLER = "a smaller peak rate, longer warmup, or tighter clipping"
 LOWER = "a smaller peak rate or longer warmup: the rate is above what this model bears; more patience won't do it"
 NO_ORDER = (
     "nothing beyond token frequencies is being learnt, so the targets carry no order or don't belong to the inputs: "
@@ -147,7 +147,7 @@ def judge(curve: Curve, course: Course, target: float | None = None) -> Judgemen
     lost = int((~sound[late]).sum())
     if n >= 5 and lost > max(2, DROPPED_SHARE * len(sound[late])):
         what = f"{lost} of the latest {len(sound[late])} updates were dropped or had no finite loss"
-        return verdict("diverging", [what], COOLER)
+        return verdict("diverging", [what], f"{COOLER}; events.jsonl says which were dropped, and why")
     values = curve.val_loss[-1:]
     if len(values) and not np.isfinite(values[0]):
         return verdict("diverging", [f"the held-out loss at update {curve.val_update[-1]} is not finite"], COOLER)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, rows, run
 
-from fourscale import curves, page, verdict
+from fourscale import curves, page, thinning, verdict
 from fourscale.cli import InputError
 
 TRAINING = {
@@ -117,8 +117,8 @@ def test_a_long_run_is_thinned_in_bounded_memory_and_judged_alike(tmp_path, monk
     run_dir = written(tmp_path / "long", lines, long_run)
     whole = curves.read(run_dir)
     assert whole.rows == len(whole.curve.update) == 12_000
-    monkeypatch.setattr(curves, "POINTS", 1000)
-    monkeypatch.setattr(curves, "ODD_POINTS", 100)
+    monkeypatch.setattr(thinning, "POINTS", 1000)
+    monkeypatch.setattr(thinning, "ODD_POINTS", 100)
     tracemalloc.start()
     thin = curves.read(run_dir)
     peak = tracemalloc.get_traced_memory()[1]
@@ -136,8 +136,8 @@ def test_a_long_run_is_thinned_in_bounded_memory_and_judged_alike(tmp_path, monk
 
 
 def test_a_million_broken_updates_do_not_fill_the_memory_either(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "POINTS", 1000)
-    monkeypatch.setattr(curves, "ODD_POINTS", 100)
+    monkeypatch.setattr(thinning, "POINTS", 1000)
+    monkeypatch.setattr(thinning, "ODD_POINTS", 100)
     record = curves.read(written(tmp_path / "nan", [row(u, loss=None) for u in range(1, 9001)]))
     assert len(record.curve.update) <= 1002 and record.update == 9000 and np.isnan(record.curve.loss).all()
 

@@ -71,7 +71,7 @@ def test_one_run_is_told_in_full_without_torch_or_matplotlib(tmp_path):
     words = {line[2:14].strip(): line[14:] for line in rest if line[2:14].strip()}
     assert words["progress"].startswith("update 250 of 500 (50.0%), 250,000 tokens")
     assert re.fullmatch(r"1\.\d{4} at the end, 90% interval 1\.\d{4} \.\. 1\.\d{4}", words["forecast"])
-    assert words["target"].startswith("1.75; crossed at update ") and "below" in words["target"]
+    assert words["target"].startswith("1.75; reached at update ") and "below" in words["target"]
     assert re.match(r"1\.\d{4} at update 240 \(\d\.\d{3} bits a byte\)", words["held out"])
     assert words["why"] and words["what to do"] and "smoothed" in words["loss"]
     assert "\033" not in done.stdout, "no colours in a pipe"
@@ -103,7 +103,7 @@ def test_several_runs_are_a_table(tmp_path, capsys, monkeypatch):
 
 def test_a_target_of_the_command_line_wins_over_the_runs_own(tmp_path, capsys, monkeypatch):
     run_dir = race(tmp_path, "good")
-    assert "1.75; crossed at" in said(capsys, monkeypatch, run_dir)
+    assert "1.75; reached at" in said(capsys, monkeypatch, run_dir)
     out = said(capsys, monkeypatch, run_dir, "--target-loss", 1.3)
     assert "good: stalled" in out and "1.3; the newest held-out loss is" in out
 

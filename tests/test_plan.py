@@ -144,7 +144,7 @@ def test_a_recipe_file_is_planned_as_it_is(plan, tmp_path):
     lines = plan("--config", recipe, "--gpu", "H100")
     assert value(lines, "an update", r"([\d,]+) tokens = 16 ranks x 4 windows x 3 micro-batches") == "786,432"
     assert lines[0].endswith("16 x H100, fsdp, bf16")
-    assert lines[-1].endswith(f"train.py --config {recipe}")
+    assert lines[-1].endswith(f"train.py --config {recipe} --resume auto")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_recipe_file_is_planned_as_it_is(plan, tmp_path):
 )
 def test_the_last_line_starts_the_run(plan, argv, launch):
     device = () if "gloo" in argv else ("--gpu=H100", "--expect_mfu", 0.3)
-    assert plan(*argv.split(), *device)[-1] == f"{launch} {argv}"
+    assert plan(*argv.split(), *device)[-1] == f"{launch} {argv} --resume auto"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_ranks_print_it_once(tmp_path):
     done = run("train.py", "--plan", "--gpu", "H100", nproc=2, cwd=tmp_path)
     assert done.stdout.count("plan | gpt2") == 1
     assert "2 x H100, ddp" in done.stdout
-    assert done.stdout.rstrip().endswith("torchrun --nproc_per_node=2 train.py")
+    assert done.stdout.rstrip().endswith("torchrun --nproc_per_node=2 train.py --resume auto")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -266,7 +266,9 @@ def test_measured_it_replaces_what_it_assumed(tmp_path, data):
         assert what in known
     assert re.search(r"a checkpoint .*; measured here [\d.]+ MiB", done.stdout)
     assert "assumed" not in done.stdout
-    assert lines[-1] == shlex.join(["python", "train.py", "--data", str(data), *map(str, SMALL), "--price", f"3@{DAY}"])
+    assert lines[-1] == shlex.join(
+        ["python", "train.py", "--data", str(data), *map(str, SMALL), "--price", f"3@{DAY}", "--resume", "auto"]
+    )
     assert list(tmp_path.iterdir()) == []  # nothing is left
 
 
