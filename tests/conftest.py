@@ -21,7 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 
 # Tests of one file stay together, for what they share; the longest files begin, so that no process is left with one.
-LONGEST = ("test_kills", "test_matrix", "test_train", "test_faults", "test_branch", "test_publish", "test_parallel")
+LONGEST = (
+    *("test_kills", "test_matrix", "test_train", "test_faults", "test_branch", "test_publish", "test_parallel"),
+    *("test_health", "test_preflight", "test_trackers", "test_budget"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
