@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import io
 import pickle
@@ -240,8 +241,17 @@ _ALLOWED = {
 }
 
 
+def _enum_member(owner: Any, name: str) -> Any:
+    """What getattr stands for in metadata: Python before 3.11.4 pickles a member of an enum as an attribute of it."""
+    if isinstance(owner, enum.EnumMeta) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"an attribute {name!r} has no place in tensor metadata")
+
+
 class _TensorMetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in tensor metadata")

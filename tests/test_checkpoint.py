@@ -1,11 +1,14 @@
 """Tensors and files: each byte written by one rank, the same bytes however they are saved, loaded on any topology."""
 
+import io
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import run
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from fourscale import checkpoint
 from fourscale.cli import InputError
@@ -96,3 +99,30 @@ def test_another_model_is_named(tmp_path):
         checkpoint.load(tmp_path, {"b": torch.zeros(3)}, None)
     with pytest.raises(InputError, match=r"a is \(3,\), the model's is \(4,\)"):
         checkpoint.load(tmp_path, {"a": torch.zeros(4)}, None)
+
+
+class Attribute:
+    """Pickled as getattr(owner, name), as Python before 3.11.4 does with members of enums."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_metadata_of_an_older_python_is_read_and_its_getattr_gives_members_of_enums_alone():
+    formats = dcp_metadata._MEM_FORMAT_ENCODING
+
+    def load(owner, name):
+        return checkpoint._TensorMetadataUnpickler(io.BytesIO(pickle.dumps(Attribute(owner, name)))).load()
+
+    assert load(formats, "TORCH_PRESERVE_FORMAT") is formats.TORCH_PRESERVE_FORMAT
+    for owner, name in (
+        (formats, "__class__"),
+        (formats, "mro"),
+        (dcp_metadata.Metadata, "__init__"),
+        (Path, "unlink"),
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="no place in tensor metadata"):
+            load(owner, name)
