@@ -276,7 +276,7 @@ def _loss_panel(ax: Axes, runs: Sequence[Judged], by_tokens: bool) -> list[tuple
         legend += [(Line2D([], [], linewidth=1.6, **grey), "training, smoothed")]
         legend += [(Line2D([], [], marker="o", linestyle="", **grey), "held out")]
     for target in sorted({run.target for run in runs if run.target is not None}):
-        line = ax.axhline(target, color="tab:green", linestyle="--", linewidth=1.2)
+        line = ax.axhline(target, color=ax.xaxis.label.get_color(), linestyle="--", linewidth=1.2)  # of no run
         legend.append((line, f"target {target:g}"))
         shown.append(np.array([target]))
     _clip_losses(ax, shown, points)
