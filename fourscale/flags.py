@@ -340,8 +340,7 @@ class HealthConfig:
     """Judge runs by their curves: healthy, stalled, diverging, suspicious or undecided, with reasons and a remedy."""
 
     runs: tyro.conf.Positional[Texts] = ()
-    """run directories, a directory of them, a metrics.jsonl, console logs of train.py or nanoGPT; - is a log on
-    standard input"""
+    """run directories, directories of runs, a metrics.jsonl, console logs of train.py or nanoGPT (- for stdin)"""
     target_loss: MaybeFloat = None
     """held-out loss to beat, in nats a token (default: each run's own --target-loss)"""
     png: Path | None = None
