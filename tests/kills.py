@@ -35,11 +35,12 @@ UPDATES = 24
 FLAGS = (
     *("--d-model", 32, "--n-layers", 2, "--n-heads", 4, "--ctx", 32, "--global-bsz", 12, "--steps", UPDATES),
     *("--lr", 3e-3, "--warmup", 4, "--log-every", 1, "--eval-every", 5, "--eval-tokens", 1_000, "--backend", "gloo"),
+    *("--sample-tokens", 8),
 )
 VICTIMS = ("rank", "launcher", "all")
 MOMENTS = ("any", "training", "saving", "saving")  # half of the kills inside a save
 DOCUMENTED = re.compile(
-    r"run\.json|metrics\.jsonl|metrics\.discarded\.jsonl|events\.jsonl|loss\.png|tokenizer\.json|latest|best|DONE\.json"
+    r"run\.json|(?:metrics|samples)(?:\.discarded)?\.jsonl|events\.jsonl|loss\.png|tokenizer\.json|latest|best|DONE\.json"
     r"|step_\d+|\.lock"
 )
 DEAD_S = (
@@ -167,6 +168,8 @@ def judge_end(run_dir: Path, reference: Path) -> None:
         raise Broken(f"metrics.jsonl differs: updates {[m[0] for m in mine]}")
     for step in steps(run_dir):
         hashes(run_dir / f"step_{step}")
+    if (run_dir / "samples.jsonl").read_bytes() != (reference / "samples.jsonl").read_bytes():
+        raise Broken("the texts written at evaluations differ from the undisturbed run's")
     if strange := sorted(p.name for p in run_dir.iterdir() if not DOCUMENTED.fullmatch(p.name)):
         raise Broken(f"left in the directory: {', '.join(strange)}")
     if (run_dir / "latest").read_text().strip() != f"step_{UPDATES}":
