@@ -21,10 +21,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from fourscale import __version__, code_version
+from fourscale import __version__
 from fourscale.cli import InputError, RunFailed, door
 from fourscale.config import TrainConfig, layered
 
@@ -133,19 +132,7 @@ def train(
     schedule.check_schedule(updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
     order = data.order(ctx, cfg.data_seed, cfg.sampling)
     sampler = samples.Sampler(run_dir, data.tokenizer, cfg.sample_tokens if cfg.eval_every else 0, cfg.sample_prompt)
-    attempt = {
-        "attempt": run_dir.attempt,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "from_update": before.step["update"] if before else 0,
-        "code": code_version(),
-        "torch": torch.__version__,
-        "host": parallel.host_name(),
-        "data": data.absolute["data"],
-        "device": parallel.device_name(topology.device),
-        **{k: getattr(cfg, k) for k in ("parallel", "local_bsz", "grad_accum", "grad_sync", "act_ckpt", "compile")},
-        "shard_size": topology.shard_size,
-        "world_size": world,
-    }
+    attempt = origins.attempt_entry(run_dir.attempt, plan, data, topology, before.step["update"] if before else 0)
     run = {
         "format": rundir.FORMAT,
         "model": dataclasses.asdict(cfg.model),

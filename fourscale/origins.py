@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fourscale import checkpoint, rundir, tokenization
-from fourscale.budget import Origin
+import torch
+
+from fourscale import checkpoint, code_version, parallel, rundir, tokenization
+from fourscale.budget import Origin, Plan
 from fourscale.cli import InputError, flag
 from fourscale.config import TrainConfig, layered, model_from_dict
+from fourscale.corpus import Corpus
 from fourscale.parallel import Topology
 from fourscale.pretrained import Pretrained, open_pretrained
 from fourscale.rundir import Checkpoint
@@ -209,3 +213,21 @@ def init_entry(source: Pretrained, flags: TrainConfig, tokenizer: Tokenizer | No
     about = source.about
     place = {"named": named, "from": about["ckpt"], "digest": about["digest"], "update": about["update"]}
     return place | {"differences": diff}
+
+
+def attempt_entry(name: str, plan: Plan, data: Corpus, topology: Topology, from_update: int) -> dict[str, Any]:
+    """An entry of run.json's `attempts`: by what code, on which data, where and how the run goes on from an update."""
+    cfg = plan.cfg
+    return {
+        "attempt": name,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "from_update": from_update,
+        "code": code_version(),
+        "torch": torch.__version__,
+        "host": parallel.host_name(),
+        "data": data.absolute["data"],
+        "device": parallel.device_name(topology.device),
+        **{k: getattr(cfg, k) for k in ("parallel", "local_bsz", "grad_accum", "grad_sync", "act_ckpt", "compile")},
+        "shard_size": topology.shard_size,
+        "world_size": topology.world_size,
+    }
