@@ -76,7 +76,8 @@ CHANGES = (
     ("Llama-3.2-1B", {"hidden_size": 2**31}, "hidden_size 2147483648: not a value"),
     ("Llama-3.2-1B", {"max_position_embeddings": 10**25}, "max_position_embeddings 1000.*: not a value"),
     ("gpt2", {"n_embd": 2**30}, "asks for matrices larger than any can be"),
-    ("gpt2", {"n_layer": 2**31 - 1}, "has 28 tensors for the 2147483647 layers"),
+    ("gpt2", {"n_layer": 2**31 - 1}, "--n-layers 2147483647: must be at most 10,000"),
+    ("gpt2", {"n_layer": 9_999}, "has 28 tensors for the 9999 layers"),
 )
 
 
