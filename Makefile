@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint. The environment is made in .venv, and again only when requirements change.
+# make demo | test | test-all | test-slurm | lint. The environment is made in .venv, and again only when requirements change.
 # Tests run JOBS at a time, each of one to four processes.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint env
+.PHONY: demo test test-all test-slurm lint env
 env: $(READY)
 
 $(READY): requirements.txt requirements-dev.txt
@@ -24,12 +24,16 @@ demo: $(READY)
 	PYTHON=$(BIN)/python launch/demo.sh
 
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not slurm"
 
 test-all: $(READY)
-	$(PYTEST)
+	$(PYTEST) -m "not slurm"
+
+# All that launch/*.sbatch promise, on a Slurm cluster made for it on this machine; needs root and Debian's slurm-wlm.
+test-slurm: $(READY)
+	$(PYTEST) tests/slurm
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/shellcheck launch/*.sh launch/*.sbatch launch/cluster.env .ci/run

@@ -62,7 +62,7 @@ def main() -> None:
 
 def pretrain(flags: TrainConfig, topology: Topology) -> int:
     """Claim the run directory and train in it, or try out what was asked on a copy; the exit code."""
-    from fourscale import cli, lrfind, parallel, planning, preflight, publish
+    from fourscale import cli, lrfind, nodes, parallel, planning, preflight, publish
 
     if flags.plan:
         return planning.measured(flags, topology, train)
@@ -86,7 +86,8 @@ def pretrain(flags: TrainConfig, topology: Topology) -> int:
         run_dir.abandon()
         raise
     run_dir.close()
-    return code
+    # Exit code 0 would end the job on nodes that stay while another one was asked to leave.
+    return 1 if nodes.goes_on(stop_request.name is not None, topology.gather) else code
 
 
 def train(

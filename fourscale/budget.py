@@ -237,6 +237,7 @@ def plan(
         cfg,
         model=model,
         global_bsz=global_bsz,
+        local_bsz=min(cfg.local_bsz, -(-global_bsz // world_size)),  # beyond a rank's share there are only empty rows
         grad_accum=grad_accum,
         dtype=dtype,
         lr=lr,

@@ -203,7 +203,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None, default: T | None = N
                 cls,
                 args=argv,
                 prog=prog or Path(sys.argv[0]).name,
-                console_outputs=is_rank_zero(),
+                console_outputs=is_rank_zero() or not asked_help,  # each node names its error, one rank helps
                 config=(tyro.conf.OmitArgPrefixes,),
                 **kwargs,
             )

@@ -230,8 +230,8 @@ def multiples(every: int | None, first: int, last: int) -> range:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes that a rank sends in an update, by rings (Patarasuk and Yuan 2009): within a copy's group of ranks, and
-    between groups. Under ddp, where each rank is a copy, all goes between."""
+    """Bytes that a rank sends in an update, or a node to others, by rings (Patarasuk and Yuan 2009): within a copy's
+    group of ranks, and between groups. Under ddp, where each rank is a copy, all goes between."""
 
     gather: int  # weights, in each micro-batch: all blocks twice, embedding and head once
     scatter: int  # gradients
@@ -243,12 +243,37 @@ class Wire:
         return self.gather + self.scatter + self.reduce + self.muon
 
 
-def wire(cfg: TrainConfig, layout: Layout) -> Wire:
-    """Bytes on the wire an update and a rank of a filled-in TrainConfig, for `layout` whatever cfg.parallel is.
+@dataclass(frozen=True)
+class Edges:
+    """Edges of rings, in order of rank: those that a rank has, or those that leave a node, on average."""
+
+    within: float = 1.0  # of the ring of ranks that share a copy
+    between: float = 1.0  # of rings of ranks with the same share of it
+    all: float = 1.0  # of the ring of all ranks
+
+
+def leaving(layout: Layout, node: int) -> Edges:
+    """Edges that leave a node of `node` ranks: each node a ring passes through, it leaves once."""
+    nodes, shards = -(-layout.world // node), layout.shards
+    if nodes == 1:
+        return Edges(0, 0, 0)
+    between = min(shards, node) if layout.copies > 1 else 0
+    if shards % node == 0 or node % shards == 0:
+        return Edges(1 if shards > node else 0, between, 1)
+    period = math.lcm(shards, node)  # groups that begin and end within nodes
+    spans = [(k + shards - 1) // node - k // node + 1 for k in range(0, period, shards)]
+    return Edges(sum(n for n in spans if n > 1) / (period // node), between, 1)
+
+
+def wire(cfg: TrainConfig, layout: Layout, node: int | None = None) -> Wire:
+    """Bytes on the wire an update of a filled-in TrainConfig, for `layout` whatever cfg.parallel is: that a rank sends,
+    or with `node`, that a node of so many ranks sends to other nodes.
 
     All-reduce of n bytes over W ranks: 2 (W - 1) / W n a rank; all-gather and reduce-scatter: (W - 1) / W n; a
     broadcast about as much. What the ranks tell each other beside (a message an update, the gradients' norm) is less.
+    gloo has no reduce-scatter: torch makes it an all-reduce, which sends `scatter` twice.
     """
+    edges = Edges() if node is None else leaving(layout, node)
     tensors = shapes(cfg.model)
     group, copies = layout.shards, layout.copies
     inside, between = (group - 1) / group, 2 * (copies - 1) / copies
@@ -267,8 +292,9 @@ def wire(cfg: TrainConfig, layout: Layout) -> Wire:
     muon = 0.0
     if cfg.optimizer == "muon":
         matrices = 4 * sum(math.prod(s) for n, s in tensors.items() if n.startswith("blocks.") and len(s) > 1)
-        muon = matrices * ((inside if layout.sharded else 0) + (layout.world - 1) / layout.world)
-    return Wire(round(gather), round(scatter), round(reduce), round(muon))
+        owned = inside * edges.within if layout.sharded else 0
+        muon = matrices * (owned + (layout.world - 1) / layout.world * edges.all)
+    return Wire(round(gather * edges.within), round(scatter * edges.within), round(reduce * edges.between), round(muon))
 
 
 # ---- time and money ------------------------------------------------------------------------------------------------

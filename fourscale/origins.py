@@ -230,4 +230,11 @@ def attempt_entry(name: str, plan: Plan, data: Corpus, topology: Topology, from_
         **{k: getattr(cfg, k) for k in ("parallel", "local_bsz", "grad_accum", "grad_sync", "act_ckpt", "compile")},
         "shard_size": topology.shard_size,
         "world_size": topology.world_size,
+        **_job(),
     }
+
+
+def _job() -> dict[str, str]:
+    """Under Slurm, the job and which start of it this is, from 0, as "4242.0"; launch/train.sbatch reads it."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return {"job": f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"} if job else {}

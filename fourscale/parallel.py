@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from fourscale import peers
+from fourscale import nodes, peers
 from fourscale.budget import shard_size_of
 from fourscale.cli import InputError, RunFailed, die_with_launcher, is_rank_zero
 from fourscale.model import GPT, Block
@@ -149,17 +149,22 @@ def start(
     """Join the process group that torchrun announces (or make one of a single process) and pick the device.
 
     timeout_s: seconds that a collective or a silent rank is waited for. Raises InputError for what this machine doesn't
-    have, and for sizes that don't fit, before a group is joined.
+    have, for sizes that don't fit, and for nodes that differ in code or torch, before a group is joined.
     """
     die_with_launcher()
     if timeout_s < 1:
         raise InputError(f"--timeout {timeout_s:g}: must be at least 1 second")
+    several = "RANK" in os.environ and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
     world = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-    if expect_world_size is not None and expect_world_size != world:
-        hint = "start it with torchrun" if "RANK" not in os.environ else "look at --nnodes and --nproc_per_node"
-        raise InputError(f"--expect-world-size {expect_world_size}: there {_are(world)}; {hint}")
-    shards = shard_size_of(parallel, shard_size, world)
-    where = pick_device(device, backend)
+    fault, shards, where = None, 1, torch.device("cpu")
+    try:
+        _check_world(world, expect_world_size)
+        shards = shard_size_of(parallel, shard_size, world)
+        where = pick_device(device, backend)
+    except InputError as e:
+        if not several:
+            raise
+        fault = e  # other nodes may be without it, and would wait
     if dtype == "auto":
         dtype = "bf16" if where.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     if (
@@ -180,6 +185,8 @@ def start(
                 # torchrun --max-restarts keeps the store, and with it the addresses of the dead. Among several nodes
                 # the count may differ: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store.
                 store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            if several:
+                nodes.meet(dist.PrefixStore("nodes", store), rank, fault, timeout_s)
             dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as e:
             host = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -203,8 +210,11 @@ def start(
     )
 
 
-def _are(world: int) -> str:
-    return "is 1 rank" if world == 1 else f"are {world} ranks"
+def _check_world(world: int, expected: int | None) -> None:
+    if expected is not None and expected != world:
+        hint = "start it with torchrun" if "RANK" not in os.environ else "look at --nnodes and --nproc_per_node"
+        are = "is 1 rank" if world == 1 else f"are {world} ranks"
+        raise InputError(f"--expect-world-size {expected}: there {are}; {hint}")
 
 
 def stop(topology: Topology) -> None:
@@ -358,11 +368,17 @@ _LOST = (
 def explained(topology: Topology, e: RuntimeError | OSError) -> Exception:
     """One line for what a run can meet on its way, told by the rank that met it; `e` itself where it is a bug.
 
-    A disk that refuses, or a collective that failed since another rank is gone or stuck: that rank's own message has
-    the cause.
+    A disk that refuses, memory that ends, or a collective that failed since another rank is gone or stuck: that rank's
+    own message has the cause.
     """
     if isinstance(e, OSError) and e.strerror:
         failed = RunFailed(f"rank {topology.rank}: {e.filename or topology.device}: {e.strerror.lower()}")
+    elif isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in str(e):  # of a GPU, of a CPU
+        failed = RunFailed(
+            f"rank {topology.rank} on {host_name()}: out of memory ({str(e).strip().splitlines()[0]}); lower "
+            "--local-bsz (a resume makes more micro-batches of the same update), use --act-ckpt block or --parallel "
+            "fsdp, and go on with --resume auto"
+        )
     elif isinstance(e, dist.DistError) or any(words in str(e) for words in _LOST):
         if topology.watch is None:
             return e

@@ -8,18 +8,22 @@ number of ranks, not with its square. Silence is measured by the reader's monoto
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+R = TypeVar("R")
 
 INTERVAL_S = 1.0  # between beats, of up to 64 ranks; more ranks beat less often
 LONGEST_INTERVAL_S = 5.0
@@ -48,7 +52,7 @@ class Watch:
         self._halted = threading.Event()
         self._left = self._store_gone = False
         self._count = 0
-        self._answer_s = min(ANSWER_S, self.timeout_s / 3)
+        self._answer_s = min(ANSWER_S, self.timeout_s / 4)
         self._client = dist.PrefixStore("peers", store.clone())
         self._client.set_timeout(timedelta(seconds=self._answer_s))
         self._client.set(_key("name", rank), f"pid {os.getpid()} on {socket.gethostname()}")
@@ -63,9 +67,8 @@ class Watch:
         """'rank 3 (pid 4242 on node7)', or 'rank 3' where the store can't tell."""
         if rank not in self._names:
             try:
-                with self._asking:
-                    if self._client.check([_key("name", rank)]):
-                        self._names[rank] = self._client.get(_key("name", rank)).decode()
+                if name := self._ask(lambda client: _get(client, _key("name", rank))):
+                    self._names[rank] = name.decode()
             except RuntimeError:
                 pass
         return f"rank {rank} ({self._names[rank]})" if rank in self._names else f"rank {rank}"
@@ -103,23 +106,21 @@ class Watch:
         """True on the first rank of each node that asks: the one that prints why this job ends. Ask once."""
         node = os.environ.get("GROUP_RANK", "0")
         try:
-            with self._asking:
-                won = self._client.compare_set(_key("speaker", node), "", str(self.rank))
-            return won == str(self.rank).encode()
+            if not self._store_gone:
+                won = self._ask(lambda client: client.compare_set(_key("speaker", node), "", str(self.rank)))
+                return won == str(self.rank).encode()
         except RuntimeError:
-            # The store is gone, with rank 0 or its launcher: on that node the next rank speaks.
-            return os.environ.get("LOCAL_RANK", "0") == ("1" if node == "0" else "0")
+            pass
+        # The store is gone, with rank 0 or its launcher: on that node the next rank speaks.
+        return os.environ.get("LOCAL_RANK", "0") == ("1" if node == "0" else "0")
 
     def stop(self) -> None:
         """Say in the store that this rank ends in good order, and end the watch; call it before leaving the group."""
         if self._halted.is_set():
             return
         self._halt()
-        try:
-            with self._asking:
-                self._client.set(_key("beat", self.rank), ENDED)
-        except RuntimeError:
-            pass  # rank 0's process may be the store and gone already
+        with contextlib.suppress(RuntimeError):  # rank 0's process may be the store and gone already
+            self._ask(lambda client: client.set(_key("beat", self.rank), ENDED))
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,7 @@ class Watch:
             except RuntimeError:
                 silence += min(time.monotonic() - now, self._answer_s) + passed
                 if silence > self.timeout_s:
+                    self._store_gone = True
                     self._give_up([0], f"the job's store has not answered for {silence:.0f} s: {self._gone_store()}")
                 self._reconnect()
                 pause = max(self.interval, min(self.timeout_s / 10, 30.0))  # torch tells each failure in 30 lines
@@ -166,23 +168,53 @@ class Watch:
                 self._give_up(lost, f"{who}: {self._state(lost)}")
 
     def _beat(self) -> None:
-        with self._asking:
-            if self._left or self._halted.is_set():
-                return
-            self._count += 1
-            self._client.set(_key("beat", self.rank), str(self._count))
+        def beat(client: dist.Store) -> None:
+            if not (self._left or self._halted.is_set()):
+                self._count += 1
+                client.set(_key("beat", self.rank), str(self._count))
+
+        self._ask(beat)
         if self.rank and 0 not in self._names:
             self.name(0)  # while the store can tell
 
     def _look(self, ranks: Iterable[int]) -> tuple[dict[int, bytes], bytes]:
         """Values of the ranks that have beaten yet, and the verdict (empty while there is none). One at a time."""
-        keys = {rank: _key("beat", rank) for rank in ranks}
-        with self._asking:
-            if keys and not self._client.check(list(keys.values())):  # at the start, or after an early death
-                keys = {rank: key for rank, key in keys.items() if self._client.check([key])}
-            values = self._client.multi_get(list(keys.values())) if keys else []
-            verdict = self._client.get("verdict") if self._client.check(["verdict"]) else b""
-        return dict(zip(keys, values, strict=True)), verdict
+
+        def look(client: dist.Store) -> tuple[dict[int, bytes], bytes]:
+            keys = {rank: _key("beat", rank) for rank in ranks}
+            if keys and not client.check(list(keys.values())):  # at the start, or after an early death
+                keys = {rank: key for rank, key in keys.items() if client.check([key])}
+            values = client.multi_get(list(keys.values())) if keys else []
+            return dict(zip(keys, values, strict=True)), _get(client, "verdict")
+
+        return self._ask(look)
+
+    def _ask(self, question: Callable[[dist.Store], R]) -> R:
+        """The store's answer, one question at a time; RuntimeError where there is none in time.
+
+        torch waits for most answers without a limit of its own: where the other end has vanished without a word, as
+        long as TCP resends, a quarter of an hour. The thread that asked is then left to itself.
+        """
+        asking, client, answers = self._asking, self._client, queue.SimpleQueue()
+        if not asking.acquire(timeout=self._answer_s):
+            raise RuntimeError("the store does not answer")
+
+        def ask() -> None:
+            try:
+                answers.put((question(client), None))
+            except RuntimeError as e:
+                answers.put((None, e))
+            finally:
+                asking.release()
+
+        threading.Thread(target=ask, name="peers question", daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=self._answer_s)
+        except queue.Empty:
+            raise RuntimeError("the store does not answer") from None
+        if error is not None:
+            raise error
+        return answer
 
     def _reconnect(self) -> None:
         """Begin anew: after a timeout the old connection would give the old answer to the next question."""
@@ -191,10 +223,10 @@ class Watch:
             server = server.underlying_store
         try:
             socket.create_connection((server.host, server.port), timeout=self._answer_s).close()
-            with self._asking:
-                self._client = self._client.clone()
+            fresh = self._client.clone()
         except (OSError, RuntimeError):
-            pass
+            return
+        self._asking, self._client = threading.Lock(), fresh  # the old ones may be stuck
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -202,9 +234,8 @@ class Watch:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + max(patience_s, 2.5 * self.interval)
         try:
-            with self._asking:
-                self._left = True  # beats no more
-                self._client.set(_key("beat", self.rank), LEAVING)
+            self._left = True  # beats no more
+            self._ask(lambda client: client.set(_key("beat", self.rank), LEAVING))
             first, verdict = self._look(others)
             still = {rank for rank in others if first.get(rank) not in (ENDED, LEAVING)}
             moving: set[int] = set()
@@ -226,8 +257,8 @@ class Watch:
         """End the job since ranks are lost."""
         verdict = {"by": self.rank, "lost": lost, "text": text}
         try:
-            with self._asking:
-                verdict = json.loads(self._client.compare_set("verdict", "", json.dumps(verdict)))
+            if not self._store_gone:
+                verdict = json.loads(self._ask(lambda client: client.compare_set("verdict", "", json.dumps(verdict))))
         except RuntimeError:
             pass
         self._obey(verdict)
@@ -267,6 +298,11 @@ def _process_state(name: str) -> str:
     except (OSError, IndexError):
         return "gone"
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running but silent")
+
+
+def _get(client: dist.Store, key: str) -> bytes:
+    """The value of a key, empty while there is none."""
+    return client.get(key) if client.check([key]) else b""
 
 
 def _key(what: str, whose: int | str) -> str:

@@ -125,7 +125,11 @@ def _machine(flags: TrainConfig, notes: list[str]) -> Machine:
             notes.append("ranks: 1, since neither --expect-world-size nor torchrun says otherwise")
     if world < 1:
         raise InputError(f"--expect-world-size {world}: must be at least 1")
-    node = _node(world)
+    node, told = _node(world), "LOCAL_WORLD_SIZE" in os.environ
+    if not told and flags.parallel == "hsdp" and flags.shard_size and world > flags.shard_size <= NODE:
+        node = flags.shard_size
+    if world > node and not told and (flags.parallel != "hsdp" or flags.shard_size):
+        notes.append(f"nodes of {node} ranks" + (", by --shard-size" if node == flags.shard_size else ""))
     if flags.parallel != "hsdp" or flags.shard_size is not None:
         budget.shard_size_of(flags.parallel, flags.shard_size, world)
     elif world > 1 and "LOCAL_WORLD_SIZE" not in os.environ:

@@ -302,11 +302,9 @@ def _wire(facts: Facts) -> list[str]:
         "total": "all",
     }
     out = _table(f"Wire, sent by a rank an update ({name})", labels, each, unit, facts)
-    hsdp = layouts[-1]
-    if hsdp.copies > 1 and hsdp.shards > 1:
-        out.append(
-            f"  hsdp: {hsdp.copies:,} copies, each of {hsdp.shards:,} ranks (a node's); the second kind crosses nodes"
-        )
+    out += _between_nodes(facts, labels)
+    if facts.machine.device_type == "cpu" and any(w.scatter for w in each):
+        out.append("  on CPUs gloo scatters gradients by an all-reduce: the second rows count twice there")
     sent = {
         sync: costs.wire(dataclasses.replace(cfg, grad_sync=sync), facts.layout(cfg.parallel)).total
         for sync in ("auto", "every", "last")
@@ -319,6 +317,22 @@ def _wire(facts: Facts) -> list[str]:
         seconds = facts.plan.tokens_per_update / rate
         needs = f"{sent[cfg.grad_sync] / seconds / 1e9:,.2f} GB/s a rank"
         out.append(f"  {cfg.parallel}: {needs} hide all of it behind an update's {seconds:,.4g} s")
+    return out
+
+
+def _between_nodes(facts: Facts, labels: dict[str, str]) -> list[str]:
+    """What crosses between nodes; nothing where there is one."""
+    cfg, node, layouts = facts.cfg, facts.machine.node, _columns(facts)
+    if facts.machine.world <= node:
+        return []
+    each = [costs.wire(cfg, layout, node) for layout in layouts]
+    name, unit = _unit([w.total for w in each])
+    ranks = f"{node:,} rank{'' if node == 1 else 's'}"
+    out = _table(f"Sent by a node of {ranks} to others ({name})", labels, each, unit, facts)
+    told = (f"{layout.parallel} {8 * w.total / 1e10:,.3g}" for layout, w in zip(layouts, each, strict=True))
+    out.append(f"  seconds an update at 10 Gbit/s a node: {', '.join(told)}")
+    if layouts[-1].copies > 1 and layouts[-1].shards > 1:
+        out.append(f"  hsdp: {layouts[-1].copies:,} copies, each of {layouts[-1].shards:,} ranks")
     return out
 
 

@@ -154,6 +154,7 @@ def attempts(run: dict[str, Any]) -> Iterator[Finding]:
         micro = f"{a['grad_accum']} micro-batch{'es' * (a['grad_accum'] != 1)}"
         words.append(f"{a['local_bsz']} windows x {micro} a rank")
         words += [a["host"]] if "host" in a else []
+        words += [f"Slurm job {a['job']}"] if "job" in a else []
         words += [
             f"torch {a['torch']}",
             f"code {a['code'][:12]}{'+' * a['code'].endswith('+')}",
@@ -162,7 +163,7 @@ def attempts(run: dict[str, Any]) -> Iterator[Finding]:
         start = f"{i} ({a['attempt']}) {when}, from update {a['from_update']:,}"
         yield "note", "attempt", f"{start}: {', '.join(words)}"
         if before is not None:
-            own = ("attempt", "started", "from_update")
+            own = ("attempt", "started", "from_update", "job")
             changed = [k for k in a if k not in own and k in before and before[k] != a[k]]
             if changed:
                 yield "note", "attempt", f"{i} changed {', '.join(f'{k} {before[k]} -> {a[k]}' for k in changed)}"

@@ -102,6 +102,7 @@ class Attempt(_AttemptRequired, total=False):
     parallel: str
     data: list[str] | str
     damaged_data: str
+    job: str
 
 
 Origin = TypedDict(

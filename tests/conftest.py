@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 # Tests of one file stay together, for what they share; the longest files begin, so that no process is left with one.
 LONGEST = (
     *("test_kills", "test_matrix", "test_train", "test_faults", "test_branch", "test_publish", "test_parallel"),
-    *("test_health", "test_preflight", "test_trackers", "test_budget"),
+    *("test_slurm_train", "test_health", "test_preflight", "test_trackers", "test_budget"),
 )
 
 

@@ -261,3 +261,40 @@ def test_bytes_on_the_wire():
     assert hsdp.gather == pytest.approx(fsdp.gather * (3 / 4) / (7 / 8), rel=0.01)
     assert hsdp.reduce == pytest.approx(n / 4, rel=0.01)  # 2 (2 - 1) / 2 of a fourth
     assert costs.wire(cfg, Layout("ddp", 1, 1)).total == 0
+
+
+def ring_bytes_that_leave(groups: list[list[int]], node: int, nodes: int) -> float:
+    """Edges of rings over groups of ranks that lead to another node, a node on average."""
+    edges = [(a, b) for group in groups if len(group) > 1 for a, b in zip(group, [*group[1:], group[0]], strict=True)]
+    return sum(a // node != b // node for a, b in edges) / nodes
+
+
+@pytest.mark.parametrize(
+    "world, shards, node",
+    [
+        *[(16, 16, 8), (16, 8, 8), (16, 4, 8), (16, 1, 8), (32, 16, 8), (24, 8, 8), (8, 8, 8), (8, 4, 8)],
+        *[(12, 4, 6), (12, 3, 2), (24, 6, 4), (4, 2, 1), (2, 2, 1), (2, 1, 1)],
+    ],
+)
+def test_edges_of_rings_that_leave_a_node(world, shards, node):
+    groups = [list(range(k, k + shards)) for k in range(0, world, shards)]
+    across = [list(range(p, world, shards)) for p in range(shards)]
+    edges = costs.leaving(Layout("hsdp", world, shards), node)
+    nodes = world // node
+    assert edges.within == pytest.approx(ring_bytes_that_leave(groups, node, nodes))
+    assert edges.between == pytest.approx(ring_bytes_that_leave(across, node, nodes))
+    assert edges.all == (1 if nodes > 1 else 0)
+
+
+def test_bytes_between_nodes():
+    plan = planned(world=16, global_bsz=16 * 8)
+    cfg, n = plan.cfg, 4 * budget.count_parameters(plan.cfg.model).total
+    assert costs.wire(cfg, Layout("ddp", 16, 1), 8).total == round(2 * 15 / 16 * n)  # one ring, left once
+    hsdp = costs.wire(cfg, Layout("hsdp", 16, 8), 8)
+    assert (hsdp.gather, hsdp.scatter) == (0, 0) and hsdp.total == pytest.approx(n, rel=0.01)
+    fsdp, rank = costs.wire(cfg, Layout("fsdp", 16, 16), 8), costs.wire(cfg, Layout("fsdp", 16, 16))
+    assert fsdp == rank  # all that a rank passes on, the last one of a node passes to another node
+    assert costs.wire(cfg, Layout("fsdp", 8, 8), 8).total == 0
+    muon = dataclasses.replace(cfg, optimizer="muon")
+    owned = [costs.wire(muon, layout, 8).muon for layout in (Layout("fsdp", 16, 16), Layout("hsdp", 16, 8))]
+    assert owned[0] == pytest.approx(2 * owned[1], rel=0.01)

@@ -100,6 +100,7 @@ def test_the_plan_derives_what_was_left_open():
     assert (p.cfg.global_bsz, p.tokens_per_update, p.token_budget) == (320, 327_680, 2_949_120_000)
     assert derive(world=8, local_bsz=4, global_bsz=256, steps=10).cfg.grad_accum == 8
     assert derive(world=3, local_bsz=4, global_bsz=256, steps=10).cfg.grad_accum == 22  # 264 rows, 8 of weight 0
+    assert derive(world=8, local_bsz=32, global_bsz=60, steps=10).cfg.local_bsz == 8  # not 256 rows, of which 196 empty
     p = derive(local_bsz=256, tokens=2 * 10**9)
     assert (p.updates, p.token_budget) == (7_630, 2 * 10**9)
     assert (p.cfg.warmup, derive(steps=50).cfg.warmup) == (100, 5)

@@ -194,6 +194,25 @@ def test_what_a_run_would_refuse_the_plan_refuses(plan, argv, words):
     assert "\n" not in str(e.value)
 
 
+def test_what_crosses_between_nodes_is_told_of_all_three(plan, monkeypatch):
+    lines = plan("--gpu", "H100", "--parallel", "hsdp", "--expect-world-size", 16)
+    at = next(i for i, line in enumerate(lines) if line.startswith("Sent by a node of 8 ranks to others (MiB)"))
+    rows = [line.split() for line in lines[at : at + 6]]
+    assert rows[0][-3:] == ["ddp", "fsdp", "hsdp*"]
+    ddp, fsdp, hsdp = (float(cell) for cell in rows[4][-3:])
+    assert ddp == pytest.approx(fsdp) and hsdp == pytest.approx(ddp * 8 / 15, rel=1e-3)
+    assert rows[5][:4] == ["seconds", "an", "update", "at"] and float(rows[5][-1]) == pytest.approx(
+        8 * hsdp * 2**20 / 1e10, rel=0.01
+    )
+    small = ("--backend", "gloo", "--d-model", 128, "--expect-world-size", 4)
+    text = "\n".join(plan(*small, "--parallel", "hsdp", "--shard-size", 2))
+    assert "Sent by a node of 2 ranks" in text and "nodes of 2 ranks, by --shard-size" in text
+    assert "gloo scatters gradients by an all-reduce" in text
+    assert "Sent by a node" not in "\n".join(plan(*small))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert "Sent by a node of 1 rank to others" in "\n".join(plan(*small))
+
+
 def test_a_branch_is_planned_from_where_it_begins(plan, trained):
     parent = trained()
     rows = costs.METRICS_ROW_BYTES * 20
