@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def ended(slurm):
     return lambda job, states=ENDS: slurm.wait(job, states, timeout=900)
 
 
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
 def errors(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("error: ")]
 
@@ -71,8 +76,10 @@ def sources(tmp_path_factory):
     return folder
 
 
-def content(directory: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in directory.iterdir() if p.suffix in (".bin", ".json")}
+def content(directory: Path) -> dict[str, Any]:
+    """Files by name; of the manifest what the data decide, without the code that made them."""
+    files: dict[str, Any] = {p.name: p.read_bytes() for p in directory.iterdir() if p.suffix in (".bin", ".json")}
+    return files | {"manifest.json": read(directory / "manifest.json") | {"code": None}}
 
 
 def taken(directory: Path) -> int:
@@ -84,7 +91,8 @@ def taken(directory: Path) -> int:
     return sum(lane["taken"]["bytes"] for lane in journal.get("assembly", {}).get("lanes", []))
 
 
-@pytest.mark.parametrize("how", ["time", pytest.param("requeue", marks=pytest.mark.slurm)])
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["time", "requeue"])
 def test_an_array_prepares_its_sources_one_of_them_interrupted(how, slurm, ended, submit, sources, tmp_path):
     flags = ("--val-fraction", 0.05, "--shard-tokens", 200_000)
     names = [sources / "small.jsonl", sources / "large.jsonl"]
@@ -151,10 +159,6 @@ SCORING = {
     "OFFLINE_DATA": f"hellaswag={ROOT / 'tests' / 'hellaswag' / 'val_200.jsonl'}",
     "BENCH_FLAGS": "--limit 8",
 }
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def test_an_evaluation_waits_for_a_training_that_is_queued_again(slurm, ended, submit, data, tmp_path):
@@ -258,6 +262,68 @@ def test_an_error_of_the_flags_fails_a_sweep(slurm, ended, submit, data, tmp_pat
     assert slurm.field(f"{array}_0", "Restarts") == "0"
     assert any("no-such-flag" in line for line in errors(tmp_path / "sweep_0.log"))
     assert not (tmp_path / "sweep" / "sweep.txt").exists()
+
+
+# ---- without Slurm: a template by itself -----------------------------------------------------------------------------
+
+
+def alone(root: Path, template: str, *words: object, **env: object) -> subprocess.CompletedProcess[str]:
+    """A template as on the node that a job has, in a copy of the repository's launch/."""
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "alone", "SLURM_SUBMIT_DIR": str(root), "PROCS": "1"}
+    line = ["bash", f"launch/{template}", *map(str, words)]
+    env = os.environ | job | {name: str(value) for name, value in env.items()}
+    return subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    root = tmp_path / "with a blank"
+    shutil.copytree(ROOT / "launch", root / "launch", ignore=shutil.ignore_patterns("*.png"))
+    for door in ("train.py", "prepare.py", "eval_ppl.py"):
+        (root / door).touch()
+    return root
+
+
+@pytest.mark.parametrize("template", ["train", "prepare", "eval", "sweep"])
+def test_settings_may_name_variables_that_are_not_set(template, copied):
+    """As /etc/profile and the scripts of modules and conda do."""
+    with (copied / "launch" / "cluster.env").open("a") as f:
+        f.write('[ -z "$NOBODY_SETS_THIS" ] && echo "settings were read"\n')
+    done = alone(copied, f"{template}.sbatch", PROCS="many")
+    assert "settings were read" in done.stdout
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+STAND_IN = """#!/usr/bin/env bash
+case $1 in
+  export_hf.py) mkdir -p "$5" && touch "$5/model" ;;
+  eval_ppl.py) echo {} > "$6" ;;
+  -c) [ $# -eq 2 ] || echo data ;;
+esac
+"""
+
+
+def test_an_export_replaces_only_what_the_job_made(copied):
+    step = copied / "ckpt" / "run" / "step_5"
+    step.mkdir(parents=True)
+    for name in ("step.json", "../run.json", "../DONE.json"):
+        (step / name).write_text("{}\n")
+    (step.parent / "latest").write_text("step_5\n")
+    python = copied / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+
+    def evaluate(**env):
+        return alone(copied, "eval.sbatch", "ckpt/run", PYTHON=python, TASKS="", **env)
+
+    done = evaluate()
+    assert done.returncode == 0 and (copied / "ckpt" / "run_hf" / "model").exists(), done.stdout + done.stderr
+    assert "export: ckpt/run_hf is there already" in evaluate().stdout
+    (copied / "models").mkdir()
+    (copied / "models" / "of another").touch()
+    done = evaluate(HF_DIR="models")  # not with what the first job knows of its own
+    assert done.returncode == 1 and "failed: export: models is there already, and not of this job;" in done.stdout
+    assert [p.name for p in (copied / "models").iterdir()] == ["of another"]
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

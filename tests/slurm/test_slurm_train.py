@@ -295,6 +295,35 @@ def test_two_jobs_of_one_name(site: Site, undisturbed: str) -> None:
 
 
 @pytest.mark.slurm
+def test_asked_before_the_trainer_is_there(site: Site, undisturbed: str) -> None:
+    settings = site.root / "launch" / "cluster.env"
+    before = settings.read_text()
+    settings.write_text(f"{before}\ntouch reading\nsleep 5\n")
+    try:
+        job = site.train("early")
+        site.slurm.until((site.root / "reading").exists, "no start", job)
+        site.slurm.call("scancel", "--signal=USR1", "--batch", job)
+        site.slurm.until(lambda: "queued again" in site.log("early", job), "it does not stop", job)
+    finally:
+        settings.write_text(before)
+    assert site.finished("early", job, restarts=1) == undisturbed
+
+
+@pytest.mark.slurm
+def test_a_trainer_that_hangs_is_queued_again_before_its_time_limit(site: Site, undisturbed: str) -> None:
+    run_dir = site.run_dir("hung")
+    job = site.train("hung", options=("--time=3", "--signal=B:USR1@90"), RUN_DIR=str(run_dir))
+    site.wait_for_update("hung", job, 5)
+    for pid in [pid for pid, rank in processes(run_dir).items() if rank == "1"]:
+        os.kill(pid, signal.SIGSTOP)
+    said = "neither saved nor stopped until the time limit came; queued again"
+    site.slurm.until(lambda: said in site.log("hung", job), "it hangs", job)
+    site.slurm.wait(job, "PENDING")
+    site.slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    assert site.finished("hung", job, restarts=1) == undisturbed
+
+
+@pytest.mark.slurm
 def test_updates_dropped_for_ever_end_it_at_once(site: Site) -> None:
     """It would be the same again: the trainer starts from the same checkpoint, with the same data."""
     job = site.train("hopeless", "--lr", 1e30, "--clip", 0, "--warmup", 0, "--ckpt-every", 0, "--skip-limit", 3)
