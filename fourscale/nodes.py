@@ -118,6 +118,8 @@ def look(endpoint: str, seconds: float, role: str) -> tuple[str, str]:
     """
     head, _, port_text = endpoint.rpartition(":")
     port, own = int(port_text), socket.gethostname()
+    if not 0 < port < 65536:
+        raise InputError(f"PORT={port}: ports are numbered 1 to 65535")
     addresses = _resolved(head)
     if not addresses:
         raise InputError(f"HEAD={head}: {own} can't resolve it; give an address of that machine")
@@ -223,11 +225,17 @@ def meet(store: dist.Store, rank: int, fault: InputError | None, timeout_s: floa
                 f"the store at {where} is that of an earlier attempt; with --max-restarts on several nodes set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them, as launch/multinode.sh does"
             )
-        if os.environ.get("LOCAL_RANK") == "0":
+        if told:
+            store.compare_set("fault", "", json.dumps({"host": socket.gethostname(), "fault": told}))
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = store.add(f"here/{node}", 1)
+        if here > each:
+            raise InputError(
+                f"node {node} has joined this job before: start its line once, and no other machine as NODE_RANK={node}"
+            )
+        if here == each:  # the last rank of a node speaks for it, after all that is wrong there has been told
             word = {"host": socket.gethostname(), "fault": told, "versions": versions()}
             store.set(f"word/{node}", json.dumps(word))
-        elif told:
-            store.compare_set("fault", "", json.dumps({"host": socket.gethostname(), "fault": told}))
         if rank == 0:
             store.set("verdict", json.dumps(_judged(lambda keys: _heard(store, keys), nodes, timeout_s)))
         else:
@@ -267,7 +275,7 @@ def _judged(heard: Callable[[list[str]], dict[str, dict[str, Any]]], nodes: int,
         time.sleep(0.05 + nodes / 1000)
     if faulty:
         texts = {word["fault"]: _hosts(w["host"] for w in faulty if w["fault"] == word["fault"]) for word in faulty}
-        everywhere = len(texts) == 1 and len(faulty) >= nodes
+        everywhere = len(texts) == 1 and all(words.get(f"word/{i}", {}).get("fault") for i in range(nodes))
         text, hosts = next(iter(texts.items()))
         return {"error": text if everywhere else f"{hosts}: {text}", "usage": True, "notes": []}
     if missing:

@@ -195,19 +195,28 @@ class Watch:
         torch waits for most answers without a limit of its own: where the other end has vanished without a word, as
         long as TCP resends, a quarter of an hour. The thread that asked is then left to itself.
         """
-        asking, client, answers = self._asking, self._client, queue.SimpleQueue()
+        asking, client = self._asking, self._client
         if not asking.acquire(timeout=self._answer_s):
             raise RuntimeError("the store does not answer")
 
-        def ask() -> None:
+        def ask() -> R:
             try:
-                answers.put((question(client), None))
-            except RuntimeError as e:
-                answers.put((None, e))
+                return question(client)
             finally:
                 asking.release()
 
-        threading.Thread(target=ask, name="peers question", daemon=True).start()
+        return self._in_time(ask)
+
+    def _in_time(self, ask: Callable[[], R]) -> R:
+        answers: queue.SimpleQueue[tuple[Any, RuntimeError | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((ask(), None))
+            except RuntimeError as e:
+                answers.put((None, e))
+
+        threading.Thread(target=run, name="peers question", daemon=True).start()
         try:
             answer, error = answers.get(timeout=self._answer_s)
         except queue.Empty:
@@ -223,7 +232,7 @@ class Watch:
             server = server.underlying_store
         try:
             socket.create_connection((server.host, server.port), timeout=self._answer_s).close()
-            fresh = self._client.clone()
+            fresh = self._in_time(self._client.clone)  # a store whose process is stopped accepts, and says no more
         except (OSError, RuntimeError):
             return
         self._asking, self._client = threading.Lock(), fresh  # the old ones may be stuck

@@ -49,13 +49,15 @@ for word in "$@"; do case $word in -h | --help) usage; exit 0 ;; esac; done
 PYTHON=${PYTHON:-python3} PORT=${PORT:-29500} WAIT=${WAIT:-600} LAST_CALL=${LAST_CALL:-30} RESTARTS=${RESTARTS:-20}
 command -v "$PYTHON" > /dev/null || fail "PYTHON=$PYTHON: no such program"
 [ -n "${HEAD:-}" ] || fail "HEAD: name the machine that hosts the rendezvous, as in HEAD=node1"
-case ${NNODES:-} in
-  [1-9]:[1-9]* | [1-9][0-9]:[1-9]* | [1-9][0-9][0-9]:[1-9]*) ELASTIC=1 ROLE=either ;;
-  [2-9] | [1-9][0-9] | [1-9][0-9][0-9] | [1-9][0-9][0-9][0-9]) ELASTIC='' ROLE=other ;;
-  *) fail "NNODES=${NNODES:-}: a number from 2 up is needed, or a range such as 1:2 (one machine: launch/8gpu.sh)" ;;
-esac
+if [[ ${NNODES:-} =~ ^([1-9][0-9]{0,3}):([1-9][0-9]{0,3})$ ]] && [ "${BASH_REMATCH[1]}" -le "${BASH_REMATCH[2]}" ]; then
+  ELASTIC=1 ROLE=either
+elif [[ ${NNODES:-} =~ ^([2-9]|[1-9][0-9]{1,3})$ ]]; then
+  ELASTIC='' ROLE=other
+else
+  fail "NNODES=${NNODES:-}: a number from 2 up is needed, or a range such as 1:2 (one machine: launch/8gpu.sh)"
+fi
 case $HEAD in
-  localhost | 127.* | ::1) fail "HEAD=$HEAD: each machine would take itself for it; name node 0 as the others reach it" ;;
+  localhost | 127.* | ::1 | 0.0.0.0 | ::) fail "HEAD=$HEAD: each machine would take itself for it; name node 0 as the others reach it" ;;
 esac
 if [ -z "$ELASTIC" ]; then
   case ${NODE_RANK:-} in '' | *[!0-9]*) fail "NODE_RANK=${NODE_RANK:-}: give this machine's number, 0 on $HEAD" ;; esac
@@ -80,7 +82,7 @@ if [ -z "$ELASTIC" ]; then
 fi
 
 # What flags alone make fail would fail again at each restart.
-"$PYTHON" train.py --resume auto "$@" --plan > /dev/null || exit
+"$PYTHON" train.py --resume auto "$@" --plan --expect-world-size $((${NNODES%:*} * PROCS)) > /dev/null || exit
 [ "$ROLE" = head ] && HOSTS=1 || HOSTS=0
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # each start gets a store of its own, without the addresses of the dead
 exec "$PYTHON" -m torch.distributed.run --nnodes="$NNODES" --nproc_per_node="$PROCS" --max_restarts="$RESTARTS" \

@@ -22,7 +22,7 @@ from conftest import ROOT, environment, one_error, rows, run
 from hosts import Network
 
 from fourscale import budget, costs, nodes
-from fourscale.cli import RunFailed, parse
+from fourscale.cli import InputError, RunFailed, parse
 from fourscale.config import TrainConfig
 from fourscale.costs import Layout
 
@@ -98,6 +98,9 @@ def launch(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
         ("HEAD=127.0.0.1 NNODES=1:2", "HEAD=127.0.0.1: each machine would take itself for it"),
         ("HEAD=a NNODES=1 NODE_RANK=0", "NNODES=1: a number from 2 up is needed"),
         ("HEAD=a NNODES=two NODE_RANK=0", "NNODES=two: a number from 2 up is needed"),
+        ("HEAD=a NNODES=2:1", "NNODES=2:1: a number from 2 up is needed, or a range such as 1:2"),
+        ("HEAD=a NNODES=1:2x", "NNODES=1:2x: a number from 2 up is needed, or a range such as 1:2"),
+        ("HEAD=a NNODES=2 NODE_RANK=0 PORT=70000", "PORT=70000: ports are numbered 1 to 65535"),
         ("HEAD=a NNODES=2", "NODE_RANK=: give this machine's number, 0 on a"),
         ("HEAD=a NNODES=2 NODE_RANK=2", "NODE_RANK=2: NNODES=2 machines are numbered 0 to 1"),
         ("HEAD=a NNODES=2 NODE_RANK=0 PROCS=0", "PROCS=0: a whole number from 1 up is needed"),
@@ -110,6 +113,16 @@ def test_what_the_launcher_refuses(words: str, said: str) -> None:
     done = launch(*words.split(), "--data", "./data")
     assert done.returncode == 2 and not done.stdout
     assert re.fullmatch(f"error: {said}.*\n", done.stderr), done.stderr
+
+
+def test_an_elastic_line_is_planned_for_its_fewest_ranks(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$2" != fourscale.nodes ] || echo 10.0.0.1 other\n')
+    fake.chmod(0o755)
+    assert launch("HEAD=n1", "NNODES=2:4", "PROCS=8", f"PYTHON={fake}", "--shard-size", 8).returncode == 0
+    _, plan, torchrun = (tmp_path / "calls").read_text().splitlines()
+    assert plan == "train.py --resume auto --shard-size 8 --plan --expect-world-size 16"
+    assert torchrun.endswith(" train.py --resume auto --shard-size 8") and "is_host=0" in torchrun
 
 
 def test_a_busy_port_is_named_before_torchrun_starts() -> None:
@@ -164,17 +177,35 @@ def test_code_and_torch_must_agree_and_the_rest_is_noted() -> None:
 def test_a_fault_is_named_with_its_node_unless_all_have_it() -> None:
     assert judged(word("a", "no GPU"), word("b", "no GPU"))["error"] == "no GPU"
     assert judged(word("a"), word("b", "no GPU"))["error"] == "b: no GPU"
+    assert judged(word("a"), word("b", "no GPU"), fault={"host": "b", "fault": "no GPU"})["error"] == "b: no GPU"
     assert judged(word("a"), word("b"), of=3, fault={"host": "c", "fault": "no GPU"})["error"] == "c: no GPU"
     verdict = judged(word("a"), of=3)
     assert verdict["error"].startswith("no word from node 1, 2 of 3 for 0 s") and not verdict["usage"]
 
 
-def test_a_store_of_an_earlier_attempt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"GROUP_WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}.items():
+def a_rank(monkeypatch: pytest.MonkeyPatch, **names: int) -> None:
+    for name, value in {"GROUP_WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1, **names}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(nodes, "interfaces", dict)  # of a machine that can't tell
+
+
+def test_a_node_has_spoken_when_all_its_ranks_have_and_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More processes than GPUs: the first ranks of a node are well, and may come first."""
+    a_rank(monkeypatch, GROUP_RANK=1, LOCAL_WORLD_SIZE=2)
+    store = dist.HashStore()
+    store.set("verdict", json.dumps({"error": None, "usage": True, "notes": []}))
+    nodes.meet(store, 2, None, 1)
+    assert not store.check(["word/1"])
+    nodes.meet(store, 3, InputError("1 GPU for 2 ranks"), 1)
+    assert store.check(["word/1"]) and json.loads(store.get("fault"))["fault"] == "1 GPU for 2 ranks"
+    with pytest.raises(InputError, match="node 1 has joined this job before"):  # its line was started twice
+        nodes.meet(store, 2, None, 1)
+
+
+def test_a_store_of_an_earlier_attempt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_rank(monkeypatch, GROUP_RANK=0)
     store = dist.HashStore()
     store.set("verdict", "{}")
     with pytest.raises(RunFailed, match=r"that of an earlier attempt; .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
@@ -186,10 +217,10 @@ def test_a_store_of_an_earlier_attempt_is_refused(monkeypatch: pytest.MonkeyPatc
 
 @needs_hosts
 def test_a_cut_link_ends_both_ends_in_time_and_the_same_lines_go_on(net: Network, data: Path, tmp_path: Path) -> None:
-    flags = ("--data", data, *TINY, "--steps", 200, "--ckpt-every", 40, "--timeout", 6)
+    flags = ("--data", data, *TINY, "--steps", 120, "--ckpt-every", 30, "--timeout", 6)
     out = tmp_path / "ckpt"
     processes = both(net, *flags, "--ckpt-dir", out)
-    until(lambda: step(out) >= 40)
+    until(lambda: step(out) >= 30)
     net.cut("n2")
     cut = time.monotonic()
     assert [p.wait(90) for p in processes] == [1, 1]
@@ -198,12 +229,12 @@ def test_a_cut_link_ends_both_ends_in_time_and_the_same_lines_go_on(net: Network
     assert [len(lines) for lines in lost] == [1, 1], lost
     assert re.search(r"rank 1 \(pid \d+ on n2\).*(gone|silent).*go on with --resume auto", lost[0][0])
     assert re.search(r"rank 0 \(pid \d+ on n1\), its launcher or its node is gone.*--resume auto", lost[1][0])
-    assert 40 <= step(out) < 200 and not (out / "DONE.json").exists()
+    assert 30 <= step(out) < 120 and not (out / "DONE.json").exists()
 
     net.mend("n2")
     processes = both(net, *flags, "--ckpt-dir", out)
     alone = tmp_path / "alone"
-    run("train.py", *flags, "--ckpt-dir", alone, nproc=2)
+    run("train.py", *flags, "--ckpt-dir", alone, "--timeout", 60, nproc=2)
     assert [p.wait(180) for p in processes] == [0, 0]
     assert "resumed from step_" in (tmp_path / "n1.log").read_text()
     assert digest(out) == digest(alone)
@@ -255,9 +286,21 @@ def worker(net: Network, launcher: subprocess.Popen[bytes]) -> int:
 @needs_hosts
 @pytest.mark.slow
 def test_a_crashed_host_and_a_killed_worker(net: Network, data: Path, tmp_path: Path) -> None:
-    flags = ("--data", data, *TINY, "--steps", 240, "--ckpt-every", 40, "--timeout", 6, "--ckpt-dir", tmp_path / "ckpt")
+    flags = (
+        "--data",
+        data,
+        *TINY,
+        "--steps",
+        2000,
+        "--ckpt-every",
+        20,
+        "--timeout",
+        6,
+        "--ckpt-dir",
+        tmp_path / "ckpt",
+    )
     processes = both(net, *flags)
-    until(lambda: step(tmp_path / "ckpt") >= 40)
+    until(lambda: step(tmp_path / "ckpt") >= 20)
     os.kill(worker(net, processes[1]), signal.SIGKILL)  # as the kernel does where memory runs out
     assert [p.wait(90) for p in processes] == [1, 1]
     (line,) = errors(tmp_path / "n1.log")
@@ -273,17 +316,12 @@ def test_a_crashed_host_and_a_killed_worker(net: Network, data: Path, tmp_path: 
     (line,) = errors(tmp_path / "n2.log")
     assert re.search(r"rank 0 \(pid \d+ on n1\)", line) and line.endswith("go on with --resume auto")
 
-    net.boot("n1")
-    assert [p.wait(120) for p in both(net, *flags)] == [0, 0]
-    run("train.py", *flags[:-1], tmp_path / "alone", nproc=2)
-    assert digest(tmp_path / "ckpt") == digest(tmp_path / "alone")
-
 
 @needs_hosts
 @pytest.mark.slow
-def test_elastic_a_node_leaves_in_order_returns_is_lost_and_returns(net: Network, data: Path, tmp_path: Path) -> None:
-    out, steps = tmp_path / "ckpt", 450
-    flags = ("--data", data, *TINY, "--steps", steps, "--ckpt-every", 50, "--timeout", 6, "--keep", 2)
+def test_elastic_a_node_is_lost_returns_and_leaves_in_order(net: Network, data: Path, tmp_path: Path) -> None:
+    out, steps = tmp_path / "ckpt", 320
+    flags = ("--data", data, *TINY, "--steps", steps, "--ckpt-every", 30, "--timeout", 6, "--keep", 2)
     names = {"NNODES": "1:2", "LAST_CALL": 2}
 
     def join(name: str) -> subprocess.Popen[bytes]:
@@ -304,31 +342,29 @@ def test_elastic_a_node_leaves_in_order_returns_is_lost_and_returns(net: Network
         return second
 
     first, second = join("n1"), join("n2")
-    until(lambda: worlds()[-1:] == [2] and step(out) >= 50)  # whichever was up first may have begun alone
+    until(lambda: worlds()[-1:] == [2] and step(out) >= 30)  # whichever was up first may have begun alone
+    net.crash("n2")
+    until(lambda: worlds()[-1] == 1)
+    net.boot("n2")
+    begun = json.loads((out / "run.json").read_text())["attempts"][-1]["from_update"]
+    until(lambda: step(out) > begun)
+    second = rejoin()
+    until(lambda: worlds()[-1] == 2)
+    returned = json.loads((out / "run.json").read_text())["attempts"][-1]["from_update"]
+    until(lambda: step(out) > returned)
     net.signal(second)
     assert second.wait(60) != 0
     left_at = step(out)
     until(lambda: worlds()[-1] == 1)
     assert json.loads((out / "run.json").read_text())["attempts"][-1]["from_update"] == left_at  # nothing lost
-    until(lambda: step(out) > left_at)
-    second = rejoin()
-    until(lambda: worlds()[-1] == 2)
-    returned = json.loads((out / "run.json").read_text())["attempts"][-1]["from_update"]
-    until(lambda: step(out) > returned)
-    net.crash("n2")
-    until(lambda: worlds()[-1] == 1)
-    net.boot("n2")
-    until(lambda: step(out) > returned + 50)
-    second = rejoin()
     assert first.wait(240) == 0
     assert json.loads((out / "DONE.json").read_text())["update"] == steps
     found = rows(out)
     assert [row["update"] for row in found] == list(range(1, steps + 1))
 
-    run("train.py", *flags, "--ckpt-dir", tmp_path / "alone", nproc=2)
+    run("train.py", *flags, "--ckpt-dir", tmp_path / "alone")
     off = [abs(a["loss"] - b["loss"]) for a, b in zip(found, rows(tmp_path / "alone"), strict=True)]
-    assert max(off[:70]) < 5e-5 and max(off) < 0.02, max(off)  # rounding grows over 450 updates; a lost one is 0.1
-    assert second.wait(90) is not None
+    assert max(off[:50]) < 5e-5 and max(off) < 0.02, max(off)  # rounding grows over the updates; a lost one is 0.1
 
 
 @needs_hosts
@@ -343,7 +379,7 @@ def test_bytes_that_cross_between_hosts_are_those_of_the_plan(net: Network, data
     more = ("--warmup", 2, "--eval-every", 0, "--sample-tokens", 0, "--ckpt-every", 0, "--backend", "gloo")
     for mode in (("--parallel", "fsdp"), ("--parallel", "hsdp", "--shard-size", 2)):
         sent = {}
-        for steps in (4, 24):
+        for steps in (4, 14):
             flags = (*shape, *more, *mode, "--steps", steps)
             before = net.sent("n2")
             processes = both(net, "--data", data, *flags, "--ckpt-dir", tmp_path / f"{mode[1]}{steps}", PROCS=2)
@@ -352,6 +388,6 @@ def test_bytes_that_cross_between_hosts_are_those_of_the_plan(net: Network, data
         cfg = budget.plan(parse(TrainConfig, list(map(str, flags))), 257, 4, "cpu", "fp32").cfg
         wire = costs.wire(cfg, Layout(mode[1], 4, 4 if mode[1] == "fsdp" else 2), 2)
         rings = wire.total + wire.scatter  # gloo scatters by an all-reduce
-        measured = (sent[24] - sent[4]) / 20
+        measured = (sent[14] - sent[4]) / 10
         print(f"{mode[1]}: {measured:,.0f} bytes an update from a host of 2 ranks; the plan {rings:,}")
         assert measured == pytest.approx(rings, rel=0.03)  # headers, norms, the message of each update

@@ -170,10 +170,11 @@ def test_a_rank_that_is_alive_but_elsewhere_is_not_called_gone(job: Callable[...
 
 
 @pytest.mark.slow
-def test_the_store_gone_with_rank_0_is_told_as_such(job: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])  # one stopped takes connections, and answers none
+def test_the_store_gone_with_rank_0_is_told_as_such(job: Callable[..., Job], how: signal.Signals) -> None:
     j = job("sleep", timeout=6, hosts_store=True)
     time.sleep(1.5)  # a beat, with which the others learn whose the store is
-    j.send(signal.SIGKILL, 0)
+    j.send(how, 0)
     assert j.codes(1, 2, within=25) == [1, 1]
     (line,) = j.errors()
     assert line.startswith("error: rank 1: the job's store has not answered for ") and j.who(0) in line

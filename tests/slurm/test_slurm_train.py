@@ -355,7 +355,7 @@ def test_array_and_settings(site: Site) -> None:
     before = settings.read_text()
     settings.write_text(f'{before}\nPYTHON={sys.executable}\nCONTAINER="env MARK=1"\nDATA={site.data}\n')
     try:
-        line = ("--nodes=2", "--array=3-4", "-J", "two words", "--gpus-per-node=2", "--cpus-per-task=4")
+        line = ("--nodes=2", "--array=3-4", "-J", "two words", "--gres=gpu:2", "--cpus-per-task=4")
         flags = (*FLAGS, "--stop-after", 40, "--ckpt-every", 0)
         env = {"OMP_NUM_THREADS": "1", "PYTHON": "/nowhere/python"}
         job = site.slurm.sbatch([*line, "launch/train.sbatch", *flags], cwd=site.root, env=env)
