@@ -70,6 +70,7 @@ def recall(flags: TrainConfig) -> TrainConfig:
     merged = layered(own)
     if steps:
         _same_beginning(flags, run)
+        _same_model(flags.ckpt_dir, own, merged)
         merged = dataclasses.replace(merged, grad_accum=None)  # follows from the ranks
     # What the run had derived itself follows what is asked for now.
     if merged.lr != own.lr and merged.min_lr == own.min_lr == own.lr / 10:
@@ -116,6 +117,16 @@ def _same_beginning(flags: TrainConfig, run: dict[str, Any]) -> None:
                 f"{name} {named}: the run in {flags.ckpt_dir} {how}; leave the flag out to go on with it, or choose "
                 "another --ckpt-dir"
             )
+
+
+def _same_model(run_dir: Path, own: TrainConfig, asked: TrainConfig) -> None:
+    """Another recipe's shape laid over the run's own would be neither: say so before anyone checks what came out."""
+    was, now = (dataclasses.asdict(cfg.model) for cfg in (own, asked))
+    if diff := [f"{name}: was {was[name]}, now {now[name]}" for name in sorted(was) if was[name] != now[name]]:
+        raise InputError(
+            f"--resume: {run_dir} is another experiment ({', '.join(diff)}); leave out the flags that changed, or "
+            "start a new run in another --ckpt-dir"
+        )
 
 
 def _names(path: Path, place: Path) -> bool:

@@ -6,8 +6,9 @@ usage() {
   cat <<'TEXT'
 launch/1gpu.sh [FLAGS of train.py]     trains launch/gpt2-124m.toml on one GPU; the same line goes on after a stop
 
-runs    train.py --config RECIPE --device cuda --expect-world-size 1 --resume auto FLAGS
-Flags win over the recipe's (train.py --help lists them). Paths are from the repository's root, wherever this is called.
+runs    train.py --config RECIPE --device cuda --expect-world-size 1 --resume auto --ckpt-dir ckpt/NAME FLAGS
+NAME is the recipe's. Flags win over what stands before them and in the recipe (train.py --help lists them). Paths are
+from the repository's root, wherever this is called.
 
 Variables:
   RECIPE=launch/gpt2-124m.toml     launch/stack-100m.toml is another for one GPU
@@ -32,6 +33,8 @@ CDPATH='' cd -- "$(dirname -- "$0")/.."
 PYTHON=${PYTHON:-python3} RECIPE=${RECIPE:-launch/gpt2-124m.toml}
 command -v -- "$PYTHON" > /dev/null || fail "PYTHON=$PYTHON: no such program; make env builds .venv, or name another"
 [ -f "$RECIPE" ] || fail "RECIPE=$RECIPE: no such file in $PWD; launch/*.toml are there"
+NAME=${RECIPE##*/} NAME=${NAME%.toml}  # a run directory for each recipe
 
 # Without --device cuda, a broken driver would mean the CPU, for a thousand times the hours.
-exec "$PYTHON" train.py --config "$RECIPE" --device cuda --expect-world-size 1 --resume auto "$@"
+exec "$PYTHON" train.py --config "$RECIPE" --device cuda --expect-world-size 1 --resume auto \
+  --ckpt-dir "ckpt/$NAME" "$@"

@@ -6,8 +6,9 @@ usage() {
   cat <<'TEXT'
 launch/laptop.sh [FLAGS of train.py]     trains launch/laptop.toml on the CPU; the same line goes on after a stop
 
-runs    train.py --config RECIPE --backend gloo --expect-world-size PROCS --resume auto FLAGS
-Flags win over the recipe's (train.py --help lists them). Paths are from the repository's root, wherever this is called.
+runs    train.py --config RECIPE --backend gloo --expect-world-size PROCS --resume auto --ckpt-dir ckpt/NAME FLAGS
+NAME is the recipe's. Flags win over what stands before them and in the recipe (train.py --help lists them). Paths are
+from the repository's root, wherever this is called.
 
 Variables:
   PROCS=1       processes, which share out the batch and the cores
@@ -15,7 +16,7 @@ Variables:
   PYTHON=       interpreter (default: .venv/bin/python where it exists, else python3)
 
   .venv/bin/python prepare.py --dataset stdlib --tokenizer bpe:8192 --out ./data
-  PROCS=2 launch/laptop.sh --ckpt-dir ckpt/laptop
+  PROCS=2 launch/laptop.sh --ckpt-dir ckpt/two
 TEXT
 }
 
@@ -33,8 +34,9 @@ PYTHON=${PYTHON:-python3} RECIPE=${RECIPE:-launch/laptop.toml} PROCS=${PROCS:-1}
 case $PROCS in *[!0-9]* | 0*) fail "PROCS=$PROCS: a number of processes is needed, as in PROCS=2" ;; esac
 command -v -- "$PYTHON" > /dev/null || fail "PYTHON=$PYTHON: no such program; make env builds .venv, or name another"
 [ -f "$RECIPE" ] || fail "RECIPE=$RECIPE: no such file in $PWD; launch/*.toml are there"
+NAME=${RECIPE##*/} NAME=${NAME%.toml}  # a run directory for each recipe
 
-FLAGS=(--config "$RECIPE" --backend gloo --expect-world-size "$PROCS" --resume auto "$@")
+FLAGS=(--config "$RECIPE" --backend gloo --expect-world-size "$PROCS" --resume auto --ckpt-dir "ckpt/$NAME" "$@")
 [ "$PROCS" -gt 1 ] || exec "$PYTHON" train.py "${FLAGS[@]}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun would set it and say so; the ranks share out the cores
 # A free port, and a name that resolves on any machine.

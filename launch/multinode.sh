@@ -43,7 +43,12 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-for word in "$@"; do case $word in -h | --help) usage; exit 0 ;; esac; done
+for word in "$@"; do
+  case $word in
+    -h | --help) usage; exit 0 ;;
+    HEAD=* | NNODES=* | NODE_RANK=* | PORT=* | PROCS=* | IFNAME=* | RECIPE=*) fail "$word: stands before the flags" ;;
+  esac
+done
 
 [ -x .venv/bin/python ] && PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 PYTHON=${PYTHON:-python3} PORT=${PORT:-29500} WAIT=${WAIT:-600} LAST_CALL=${LAST_CALL:-30} RESTARTS=${RESTARTS:-20}

@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))
 # Tests of one file stay together, for what they share; the longest files begin, so that no process is left with one.
 LONGEST = (
     *("test_kills", "test_matrix", "test_train", "test_faults", "test_branch", "test_publish", "test_parallel"),
-    *("test_slurm_train", "test_health", "test_preflight", "test_trackers", "test_budget"),
+    *("test_slurm_train", "test_hosts", "test_health", "test_preflight", "test_launchers", "test_slurm_jobs"),
+    *("test_trackers", "test_recipes", "test_budget"),
 )
 
 

@@ -91,10 +91,12 @@ def test_flags_come_last_and_as_they_are(script, printer):
         assert done.returncode == 0, done.stderr
         launcher = [*TORCHRUN, f"--nproc_per_node={n}"] if n != "1" or script == "8gpu.sh" else []
         own_flags = ["--config", recipe, *own, "--expect-world-size", n, "--resume", "auto"]
+        own_flags += ["--ckpt-dir", f"ckpt/{Path(recipe).stem}"]
         assert printed(printer) == [[str(ROOT), *launcher, "train.py", *own_flags, *ODD]]
     assert shell(script, PYTHON=printer, RECIPE="launch/race.toml").returncode == 0
     default = printed(printer)[0]
     assert default[default.index("--config") + 1] == "launch/race.toml"
+    assert default[default.index("--ckpt-dir") + 1] == "ckpt/race", "another recipe is another run"
     assert default[default.index("--expect-world-size") + 1] == ("8" if script == "8gpu.sh" else "1")
 
 
