@@ -227,7 +227,7 @@ def test_a_branch_is_planned_from_where_it_begins(plan, trained):
 
 def test_another_recipe_laid_over_a_run_is_another_experiment(plan, trained):
     run_dir, recipe = trained(), ROOT / "launch" / "laptop.toml"
-    with pytest.raises(InputError, match=r"is another experiment \(.*d_model: was 32, now 320.*another --ckpt-dir") as e:
+    with pytest.raises(InputError, match=r"another experiment \(.*d_model: was 32, now 320.*another --ckpt-dir") as e:
         plan("--config", recipe, "--ckpt-dir", run_dir, "--resume", "auto")
     assert "\n" not in str(e.value)
     assert plan("--ckpt-dir", run_dir, "--resume", "auto", "--d-model", 32)
