@@ -205,6 +205,17 @@ def test_more_mistakes(site: Site, name: str, flags: tuple[object, ...], env: di
 
 
 @pytest.mark.slurm
+def test_a_job_with_gpus_does_not_train_on_cpus(site: Site) -> None:
+    env = {"PYTHON": sys.executable, "PROCS": "1", "OMP_NUM_THREADS": "1"}
+    small = ("--data", site.data, *FLAGS[: FLAGS.index("--steps")], "--steps", 3, "--eval-every", 0)
+    job = site.slurm.sbatch(["-J", "gpus", "launch/train.sbatch", *small], cwd=site.root, env=env)
+    assert_mistake(site, "gpus", job, "--device cuda: no CUDA device is visible")
+    line = ["-J", "cpus", "--gpus-per-node=0", "--cpus-per-task=8", "launch/train.sbatch", *small]
+    site.slurm.wait(site.slurm.sbatch(line, cwd=site.root, env=env), "COMPLETED")
+    assert (site.run_dir("cpus") / "DONE.json").is_file()
+
+
+@pytest.mark.slurm
 def test_batch_node_crashes(site: Site, undisturbed: str) -> None:
     job = crash(site, "crash_n1", "n1")
     assert site.finished("crash_n1", job, restarts=1) == undisturbed
