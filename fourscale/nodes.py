@@ -59,10 +59,11 @@ def gloo_interface(head: str, port: int) -> str | None:
 
     gloo binds to the address that the machine's own name resolves to: on Debian and its kin 127.0.1.1, by which no
     other node reaches it. Then the one by which this node reaches `head` is taken. Raises InputError where
-    GLOO_SOCKET_IFNAME names none, or loopback, and where nothing tells which one to take.
+    GLOO_SOCKET_IFNAME names none, or loopback, and where nothing tells which one to take. Where `head` is loopback by
+    its own words, all "nodes" of the job are on this machine.
     """
     there = interfaces()
-    if not there:
+    if not there or head == "localhost" or _literal_loopback(head):
         return None
     usable = {name: address for name, address in there.items() if address and not _loopback(address)}
     list_of = ", ".join(f"{name} ({address})" for name, address in usable.items()) or "none but loopback"
@@ -94,6 +95,13 @@ def _resolved(host: str) -> list[str]:
 
 def _loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _literal_loopback(host: str) -> bool:
+    try:
+        return _loopback(host)
+    except ValueError:
+        return False  # a name: Debian has a machine's own at 127.0.1.1, and others reach it
 
 
 def _route_to(host: str, port: int) -> str | None:

@@ -114,7 +114,7 @@ def test_a_good_run_in_words(good, data, tmp_path):
         "note  precision  fp32",
         "note  guards     updates of 4 times the mean loss are dropped; stops after 10 dropped in a row",
         "pass  tokenizer  byte, 257 ids, sha256 ",
-        "from update 0: 2 x cpu, ddp, 8 windows x 1 micro-batch a rank",
+        "from update 0: 2 x cpu, ddp, 6 windows x 1 micro-batch a rank",
         "pass  metrics    20 rows, each update 1 .. 20 once, rates and tokens as planned; 7,400 tokens, 0 skipped",
         "pass  receipt    DONE.json: finished, 20 updates, 7,400 tokens, held-out loss ",
         f"digest {digest[:12]} recomputed from step_20",
