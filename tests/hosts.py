@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,17 +34,12 @@ def why_not() -> str | None:
         return "needs root for network namespaces"
     if missing := [tool for tool in ("ip", "unshare", "nsenter", "mount") if not shutil.which(tool)]:
         return f"needs {', '.join(missing)} (Debian: iproute2, util-linux)"
-    probe = f"{PREFIX}{os.getpid()}p"
-    try_all = f"hostname x && ip link add {probe} type bridge && ip link add {probe}a type veth peer name b"
-    spaces = ("--uts", "--mount", "--pid", "--net", "--fork", "--mount-proc")
-    done = subprocess.run(["unshare", *spaces, "bash", "-c", try_all], capture_output=True, text=True)
-    if done.returncode:
-        return f"may make no namespaces here: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
     try:
-        _ip("netns", "add", probe)
-        _ip("netns", "del", probe)
-    except RuntimeError as e:
-        return f"may make no namespaces here: {e}"
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as work, Network(Path(work), ["probe"]) as net:
+            if net.run("probe", ["true"], Path(work) / "log", timeout=30):
+                return "may start no program in a namespace here"
+    except (RuntimeError, AssertionError, OSError, subprocess.SubprocessError) as e:
+        return f"may make no namespaces here: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
     return None
 
 
