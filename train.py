@@ -154,15 +154,8 @@ def train(
     begun = run["origin"] if parent else run["init"] if source else {}
     verification = corpus.Verification(data, cfg.verify_data, topology, lambda: stop_request.name is not None)
     run_dir.write_contract(run, None if ckpt else data.tokenizer)
-    size = budget.count_parameters(cfg.model)
-    say(
-        f"fourscale {__version__} | {cfg.model.arch} {cfg.model.n_layers} layers x {cfg.model.d_model} wide, "
-        f"{size.total:,} parameters{'' if flags.model.d_model else f' (sized to {device_type})'} | "
-        f"{world} x {attempt['device']}, {cfg.parallel}, {cfg.dtype}\n"
-        f"{rundir.split(cfg.global_bsz, attempt)} | x {ctx} = {plan.tokens_per_update:,} tokens | "
-        f"{updates:,} updates, {plan.token_budget:,} tokens{data.told(order.epochs(plan.token_budget / ctx))} "
-        f"| {run_dir.path}"
-    )
+    epochs_told = data.told(order.epochs(plan.token_budget / ctx))
+    say(f"fourscale {__version__} | {rundir.headline(plan, attempt, flags.model, epochs_told)} | {run_dir.path}")
     for note in [*data.notes, *changed, *begun.get("differences", [])]:
         say(f"note: {note}")
     if ckpt is None and topology.main and (run_dir.path / "metrics.jsonl").is_file():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fourscale import checkpoint, schedule
-from fourscale.budget import Origin
+from fourscale.budget import Origin, Plan, count_parameters
 from fourscale.cli import InputError
 from fourscale.config import ModelConfig, TrainConfig, model_from_dict
 from fourscale.durable import read_json
@@ -250,6 +250,19 @@ def _refuse_damaged(ckpt: Checkpoint) -> None:
         begun = maker["from_update"]
         way = f"--resume-step {begun} goes on from before it" if begun else "start again in another --ckpt-dir"
         raise InputError(f"{ckpt.dir}: may have learnt from damaged data ({maker['damaged_data']}); {way}")
+
+
+def headline(plan: Plan, attempt: dict[str, Any], asked: ModelConfig, epochs: str) -> str:
+    """What this attempt trains, on what, and for how long: two lines. `asked` is the model as the flags had it."""
+    cfg, device = plan.cfg, attempt["device"]
+    sized = "" if asked.d_model else f" (sized to {device if device in ('cpu', 'mps') else 'cuda'})"
+    return (
+        f"{cfg.model.arch} {cfg.model.n_layers} layers x {cfg.model.d_model} wide, "
+        f"{count_parameters(cfg.model).total:,} parameters{sized} | "
+        f"{attempt['world_size']} x {device}, {cfg.parallel}, {cfg.dtype}\n"
+        f"{split(cfg.global_bsz, attempt)} | x {cfg.model.ctx} = {plan.tokens_per_update:,} tokens | "
+        f"{plan.updates:,} updates, {plan.token_budget:,} tokens{epochs}"
+    )
 
 
 def split(global_bsz: int | None, attempt: dict[str, Any]) -> str:
