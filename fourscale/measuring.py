@@ -1,0 +1,151 @@
+"""How bench.py measures: doors and the plain loop as processes of their own, sides in alternation, medians of rounds,
+and what hardware and versions it was. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourscale import __version__
+from fourscale.cli import RunFailed, say
+from fourscale.flags import BenchConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "numpy", "tiktoken", "tokenizers", "datasets", "transformers")
+# Shapes that sections measure where no flag names one: width, layers, heads, context, ids, windows a micro-batch.
+SMALL = {"d_model": 128, "n_layers": 4, "n_heads": 4, "ctx": 64, "vocab_size": 65, "local_bsz": 12}
+MEDIUM = {"d_model": 384, "n_layers": 6, "n_heads": 6, "ctx": 256, "vocab_size": 65, "local_bsz": 8}
+GPT2 = {"d_model": 768, "n_layers": 12, "n_heads": 12, "ctx": 1024, "vocab_size": 50_257, "local_bsz": 4}
+
+
+def provenance(cfg: BenchConfig) -> dict[str, Any]:
+    """When, where and with what these figures were measured."""
+    versions = {"fourscale": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    if commit.returncode == 0:
+        versions["commit"] = commit.stdout.strip()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "bench.py", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "versions": versions,
+        "quick": cfg.quick,
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, how many of its cores are ours, memory, and GPUs."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    about: dict[str, Any] = {"cpu": name, "cores": cores, "system": platform.platform()}
+    with contextlib.suppress(OSError, ValueError):
+        about["memory_gib"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    if gpus := gpu_names():
+        about["gpus"] = gpus
+    return about
+
+
+def gpu_names() -> list[str]:
+    """GPUs by nvidia-smi; none where there is none."""
+    with contextlib.suppress(OSError):
+        out = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
+        return out.stdout.split("\n")[:-1] if out.returncode == 0 else []
+    return []
+
+
+def run(argv: Sequence[str | Path], env: dict[str, str] | None = None) -> str:
+    """Standard output of a command that must succeed; RunFailed with its last words otherwise."""
+    # Every core is one process's unless a section says otherwise: torchrun would leave each rank one thread.
+    out = subprocess.run([str(a) for a in argv], env=os.environ | (env or {}), capture_output=True, text=True)
+    if out.returncode:
+        last = (out.stderr.strip() or out.stdout.strip() or "no word").splitlines()[-1]
+        raise RunFailed(f"bench.py: {shlex.join(str(a) for a in argv[:3])} ... ended with {out.returncode}: {last}")
+    return out.stdout
+
+
+def launcher(ranks: int) -> list[str]:
+    """How train.py is started: plainly in a world of one, else by torchrun."""
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+
+
+def flags_of(table: dict[str, Any]) -> list[str]:
+    """{'d_model': 128, 'compile': True} as flags; None and False are left out."""
+    out = []
+    for key, value in table.items():
+        if value is not None and value is not False:
+            out += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return out
+
+
+def train(ckpt_dir: Path, flags: dict[str, Any], ranks: int = 1, env: dict[str, str] | None = None) -> list[dict]:
+    """Run train.py with `flags` into `ckpt_dir`; the rows of its metrics.jsonl."""
+    run([*launcher(ranks), ROOT / "train.py", "--ckpt-dir", ckpt_dir, *flags_of(flags)], env)
+    return [json.loads(line) for line in (ckpt_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def plain(cfg: dict[str, Any], out: Path, env: dict[str, str] | None = None) -> dict[str, Any]:
+    """Run the plain loop on a fourscale.plain.Plain in a process of its own; what it returns."""
+    run([sys.executable, "-m", "fourscale.plain", json.dumps(cfg), out], {"PYTHONPATH": str(ROOT)} | (env or {}))
+    return json.loads(out.read_text())
+
+
+def random_text(directory: Path, vocab_size: int, tokens: int = 2_000_000) -> Path:
+    """A directory with train.bin and val.bin as nanoGPT has them: ids by Zipf's law, the same each time."""
+    import numpy as np
+
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = 1 / np.arange(1, vocab_size + 1)
+    draws = np.random.default_rng(0).choice(vocab_size, tokens, p=weights / weights.sum())
+    for name, part in (("val", draws[: tokens // 10]), ("train", draws[tokens // 10 :])):
+        part.astype("<u2").tofile(directory / f"{name}.bin")
+    return directory
+
+
+def shape(cfg: BenchConfig, default: dict[str, int]) -> dict[str, int]:
+    """`default` with what the flags say over it."""
+    given = {k: getattr(cfg.model, k) for k in default if k != "local_bsz"} | {"local_bsz": cfg.local_bsz}
+    return default | {k: v for k, v in given.items() if v is not None}
+
+
+def alternate(rounds: int, sides: dict[str, Callable[[int], float]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Each round: every side once, in an order that turns around, its number by name."""
+    for i in range(rounds):
+        names = list(sides) if i % 2 == 0 else list(sides)[::-1]
+        yield i, {name: sides[name](i) for name in names}
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
+    """Median, least and most of some rounds, and the rounds."""
+    values = [round(v, digits) for v in values]
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": values}
+
+
+def table(rows: Sequence[Sequence[object]]) -> None:
+    """Print rows in columns, the first row above a rule."""
+    text = [[str(c) for c in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    for i, row in enumerate(text):
+        say("  ".join(c.ljust(w) if j == 0 else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True))))
+        if i == 0:
+            say("  ".join("-" * w for w in widths))
