@@ -56,6 +56,8 @@ def main() -> None:
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
+RATES = ("ours_tokens_per_s", "plain_tokens_per_s")
+
 
 def section_train(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     """Tokens per second of train.py and of the plain loop, on the same weights and data; their losses must agree.
@@ -64,11 +66,11 @@ def section_train(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     """
     cuda = cfg.device == "cuda" or (cfg.device == "auto" and bool(gpu_names()))
     named = any(getattr(cfg.model, k) is not None for k in MEDIUM if k != "local_bsz")
-    if cuda:
+    if cuda and not cfg.quick:
         cells = [(shape(cfg, GPT2), "bf16" if cfg.dtype == "auto" else cfg.dtype)]
     else:
         dtypes = ["fp32", "bf16"] if cfg.dtype == "auto" else [cfg.dtype]
-        shapes = [MEDIUM] if named else [SMALL] if cfg.quick else [MEDIUM, SMALL]
+        shapes = [SMALL] if cfg.quick else [MEDIUM] if named else [MEDIUM, SMALL]
         cells = [(shape(cfg, s), dtype) for s in shapes for dtype in dtypes]
     out: dict[str, Any] = {"cells": []}
     rows: list[list[object]] = [
@@ -76,14 +78,14 @@ def section_train(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     ]
     for what, dtype in cells:
         pair = Pair(cfg, scratch, what, dtype, "bf16" if cuda else "fp32", "cuda" if cuda else "cpu")
-        if cuda and cfg.local_bsz is None:
+        if cuda and cfg.local_bsz is None and not cfg.quick:
             pair.find_batches((16, 32, 64))
         cell = pair.compare()
         out["cells"].append(cell)
-        ratio = cell["ratio"]
-        rates = [f"{cell[f'{side}_tokens_per_s']['median']:,.0f}" for side in ("ours", "plain")]
+        rates = [f"{cell[name]['median']:,.0f}" if name in cell else "" for name in RATES]
         rows.append([f"{what['d_model']}, {what['n_layers']}, {what['ctx']}", dtype, cell["plain_dtype"], *rates])
-        rows[-1] += [f"{ratio['median']:.3f}", f"{ratio['least']:.2f}..{ratio['most']:.2f}"]
+        ratio = cell.get("ratio")
+        rows[-1] += [f"{ratio['median']:.3f}", f"{ratio['least']:.2f}..{ratio['most']:.2f}"] if ratio else ["", ""]
         if cell["ours_mfu"]:
             say(f"MFU {100 * cell['ours_mfu']:.1f}% of one device, by 6 N a token")
     table(rows)
@@ -107,6 +109,7 @@ class Pair:
         self.losses: dict[str, list[float]] = {}
         self.mfu: list[float] = []
         self.tried: dict[str, dict[int, float | None]] = {"ours": {}, "plain": {}}
+        self.sides = {"ours": self.ours} if cfg.alone else {"plain": self.plain, "ours": self.ours}
 
     def ours(self, i: int) -> float:
         """Tokens per second of train.py."""
@@ -133,7 +136,7 @@ class Pair:
 
     def find_batches(self, sizes: tuple[int, ...]) -> None:
         """Let each side run at the size that is fastest for it; what doesn't fit is none."""
-        for name, side in (("plain", self.plain), ("ours", self.ours)):
+        for name, side in self.sides.items():
             for size in sizes:
                 self.batch[name] = size
                 try:
@@ -147,9 +150,13 @@ class Pair:
     def compare(self) -> dict[str, Any]:
         """Alternate the sides; raises RunFailed where their losses differ, so that they don't train the same model."""
         self.mfu.clear()
-        rounds = [r for _, r in alternate(self.rounds, {"plain": self.plain, "ours": self.ours})]
+        rounds = [r for _, r in alternate(self.rounds, self.sides)]
         apart = None
-        if (self.cfg.ranks or 1) == self.cfg.grad_accum == 1 and self.batch["ours"] == self.batch["plain"]:
+        if (
+            not self.cfg.alone
+            and (self.cfg.ranks or 1) == self.cfg.grad_accum == 1
+            and self.batch["ours"] == self.batch["plain"]
+        ):
             ours = dict(enumerate(self.losses["ours"], 1))
             logged = [i for i in ours if i == 1 or i % self.every == 0]
             apart = max(abs(ours[i] - loss) for i, loss in zip(logged, self.losses["plain"], strict=True))
@@ -168,9 +175,8 @@ class Pair:
             "plain_dtype": self.plain_dtype,
             "compile": self.cfg.compile,
             "updates": self.updates,
-            "ours_tokens_per_s": spread([r["ours"] for r in rounds], 1),
-            "plain_tokens_per_s": spread([r["plain"] for r in rounds], 1),
-            "ratio": spread([r["ours"] / r["plain"] for r in rounds]),
+            **{f"{name}_tokens_per_s": spread([r[name] for r in rounds], 1) for name in self.sides},
+            **({} if self.cfg.alone else {"ratio": spread([r["ours"] / r["plain"] for r in rounds])}),
             "ours_mfu": round(statistics.median(self.mfu), 4) if self.mfu else None,
             "losses_apart": apart,
         }

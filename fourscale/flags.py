@@ -488,6 +488,8 @@ class BenchConfig:
     """processes under torchrun (default: what the section compares)"""
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     """of several ranks"""
+    alone: bool = False
+    """train: ours without the plain loop, as for a model that it can't hold"""
 
     rounds: MaybeCount = None
     """alternations of the two sides; medians of their ratios are told (default: the section's own)"""
