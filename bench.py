@@ -89,7 +89,20 @@ def section_train(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
         if cell["ours_mfu"]:
             say(f"MFU {100 * cell['ours_mfu']:.1f}% of one device, by 6 N a token")
     table(rows)
+    if not cuda and not named and cfg.ranks is None:
+        out["two_ranks_of_one_thread"] = split(cfg, scratch)
     return out
+
+
+def split(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
+    """train.py on two ranks of one thread over one rank of two threads, for the same updates: the ratio of tokens/s."""
+    one = Pair(cfg, scratch, SMALL if cfg.quick else MEDIUM, "fp32", "fp32", "cpu")
+    two = Pair(cfg, scratch, SMALL if cfg.quick else MEDIUM, "fp32", "fp32", "cpu")
+    two.ranks, two.batch = 2, {"ours": one.batch["ours"] // 2}
+    rounds = [r for _, r in alternate(min(3, one.rounds), {"one": one.ours, "two": two.ours})]
+    ratio = spread([r["two"] / r["one"] for r in rounds])
+    say(f"two ranks of one thread over one of two, fp32: {ratio['median']:.3f}")
+    return {"ratio": ratio, **{f"{name}_tokens_per_s": spread([r[name] for r in rounds], 1) for name in ("one", "two")}}
 
 
 class Pair:
@@ -106,6 +119,7 @@ class Pair:
         self.every = max(1, self.updates // 4)
         self.rounds = cfg.rounds or (1 if cfg.quick else 7 if small else 2 if device == "cuda" else 5)
         self.batch = dict.fromkeys(("ours", "plain"), what["local_bsz"])
+        self.ranks = cfg.ranks or 1
         self.losses: dict[str, list[float]] = {}
         self.mfu: list[float] = []
         self.tried: dict[str, dict[int, float | None]] = {"ours": {}, "plain": {}}
@@ -118,7 +132,7 @@ class Pair:
         flags |= {"steps": self.updates + every, "data": self.data, "data_dtype": "uint16", "dtype": self.dtype}
         flags |= {"device": self.device, "compile": cfg.compile, "act_ckpt": cfg.act_ckpt, "parallel": cfg.parallel}
         flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": every}
-        rows = train(self.scratch / f"ours-{len(list(self.scratch.iterdir()))}", flags, cfg.ranks or 1)
+        rows = train(self.scratch / f"ours-{len(list(self.scratch.iterdir()))}", flags, self.ranks)
         self.losses["ours"] = [r["loss"] for r in rows]
         self.mfu += [r["mfu"] for r in rows[2 * every - 1 :] if r.get("mfu")]
         # The rows of an interval share its pace; the first interval is warm-up.
@@ -152,11 +166,7 @@ class Pair:
         self.mfu.clear()
         rounds = [r for _, r in alternate(self.rounds, self.sides)]
         apart = None
-        if (
-            not self.cfg.alone
-            and (self.cfg.ranks or 1) == self.cfg.grad_accum == 1
-            and self.batch["ours"] == self.batch["plain"]
-        ):
+        if not self.cfg.alone and self.ranks == self.cfg.grad_accum == 1 and self.batch["ours"] == self.batch["plain"]:
             ours = dict(enumerate(self.losses["ours"], 1))
             logged = [i for i in ours if i == 1 or i % self.every == 0]
             apart = max(abs(ours[i] - loss) for i, loss in zip(logged, self.losses["plain"], strict=True))
@@ -169,7 +179,7 @@ class Pair:
             "local_bsz": self.batch,
             "tokens_per_s_by_batch": self.tried,
             "grad_accum": self.cfg.grad_accum,
-            "ranks": self.cfg.ranks or 1,
+            "ranks": self.ranks,
             "device": self.device,
             "ours_dtype": self.dtype,
             "plain_dtype": self.plain_dtype,
