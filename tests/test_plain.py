@@ -1,8 +1,8 @@
 """train.py, with all that makes it fast, trains what the plain loop trains."""
 
 import pytest
-
 from conftest import rows, run
+
 from fourscale import plain
 from fourscale.measuring import flags_of, random_text
 
