@@ -11,25 +11,33 @@ and at how they spread over the rounds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fourscale import overheads, scaling
+from fourscale.budget import CARDS
 from fourscale.cli import RunFailed, door, parse, say
+from fourscale.config import TrainConfig
 from fourscale.flags import BenchConfig
 from fourscale.measuring import (
     GPT2,
     MEDIUM,
+    ROOT,
     SMALL,
     alternate,
     gpu_names,
+    launcher,
     plain,
     provenance,
     random_text,
+    run,
     shape,
     spread,
     table,
@@ -192,8 +200,160 @@ class Pair:
         }
 
 
+# ---- scaling -------------------------------------------------------------------------------------------------------
+
+COUNTED = (
+    *((2, "ddp", "adamw"), (2, "fsdp", "adamw"), (2, "ddp", "muon"), (2, "fsdp", "muon")),
+    *((4, "ddp", "adamw"), (4, "fsdp", "adamw"), (4, "hsdp", "adamw"), (4, "hsdp", "muon")),
+)
+RECIPES = {"gpt2-124m": 1, "1.3b": 8, "7b": 16}  # GPUs that they are written for
+
+
+def section_scaling(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
+    """Calls and bytes of collectives in an update, counted from profiles of real runs, over what --plan says; and what
+    the recipes would come to on many H100s by a model of the links.
+
+    With --ranks, of so many alone. On CPUs unless --device says cuda; gloo's reduce-scatter, an all-reduce within,
+    counts as what it stands for.
+    """
+    what = shape(cfg, SMALL | {"local_bsz": 2})
+    flags = what | {"data": random_text(scratch / "data", what["vocab_size"]), "data_dtype": "uint16", "grad_accum": 2}
+    flags |= {"device": "cuda" if cfg.device == "cuda" else "cpu", "steps": 5, "profile": 2, "eval_every": 0}
+    flags |= {"sample_tokens": 0, "verify_data": "off", "compile": cfg.compile, "act_ckpt": cfg.act_ckpt}
+    flags |= {} if cfg.dtype == "auto" else {"dtype": cfg.dtype}
+    out: dict[str, Any] = {"counted": [], "modelled": []}
+    rows: list[list[object]] = [["ranks, mode, optimizer", "calls", "sent MiB", "--plan MiB", "ratio"]]
+    cells = [c for c in COUNTED if cfg.ranks in (None, c[0])] or [(cfg.ranks, m, "adamw") for m in ("ddp", "fsdp")]
+    for ranks, mode, optimizer in cells[:2] if cfg.quick else cells:
+        run = scratch / f"{ranks}-{mode}-{optimizer}"
+        mine = {"parallel": mode, "optimizer": optimizer} | ({"shard_size": 2} if mode == "hsdp" else {})
+        train(run, flags | mine, ranks)
+        seen = json.loads((run / "profile" / "profile.json").read_text())
+        sent, planned = (sum(seen[f"{k}_bytes"].values()) for k in ("sent", "planned"))
+        cell = {"ranks": ranks, **mine, "ratio": sent / planned if planned else None}
+        kept = ("calls", "small_messages_bytes", "sent_bytes", "planned_bytes")
+        out["counted"].append(cell | {name: seen[name] for name in kept})
+        calls = sum(n for name, n in seen["calls"].items() if not name.startswith("other"))
+        rows.append([f"{ranks} {mode} {optimizer}", calls, f"{sent / 2**20:.3f}", f"{planned / 2**20:.3f}"])
+        rows[-1].append(f"{cell['ratio']:.4f}" if planned else "n/a")
+    table(rows)
+    launch = Path(__file__).resolve().parent / "launch"
+    recipes = {name: scaling.recipe(launch / f"{name}.toml", gpus) for name, gpus in RECIPES.items()}
+    card, share = CARDS["H100"], TrainConfig().expect_mfu
+    for name, links in (("InfiniBand", scaling.Links()), ("Ethernet", scaling.ETHERNET)):
+        say(f"modelled speed over as many times one H100's, %; {name} between nodes, MFU {share:g} on one")
+        say("\n".join(scaling.table(recipes, links, share * card.bf16 * 1e12, card.memory[-1])))
+        for cell in scaling.figures(recipes, links, share * card.bf16 * 1e12, card.memory[-1]):
+            out["modelled"].append({"network": name, **cell})
+    return out
+
+
+# ---- learning ------------------------------------------------------------------------------------------------------
+
+# Rates were tuned on seed 101 of tiny Shakespeare, in as many tries: 3e-3, 6e-3, 1e-2, 1.5e-2; 6e-3, 1e-2, 2e-2, 4e-2.
+GPT2_ADAMW = {"arch": "gpt2", "optimizer": "adamw", "lr": 6e-3, "warmup": 100, "steps": 2000, "eval_every": 250}
+MODERN_MUON = {"arch": "modern", "qk_norm": True, "optimizer": "muon", "lr": 6e-3, "warmup": 50, "steps": 700}
+MODERN_MUON |= {"eval_every": 100}
+
+
+def section_learn(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
+    """The plain recipe, GPT-2's block and AdamW, against the modern block with QK-norm and Muon: all held-out text
+    scored, over the tokens and the time of updates, evaluation apart. A round is a seed of --seeds."""
+    data, what = scratch / "data", shape(cfg, SMALL)
+    del what["vocab_size"]  # the text's
+    source = ["--dataset", cfg.text or "stdlib", "--max-tokens", "1_000_000", "--val-fraction", "0.1"]
+    run([sys.executable, ROOT / "prepare.py", *source, "--tokenizer", "char", "--out", data])
+    common = what | {"data": data, "device": "cuda" if cfg.device == "cuda" else "cpu", "ckpt_every": 0}
+    common |= {"dtype": "fp32" if cfg.dtype == "auto" else cfg.dtype, "sample_tokens": 0, "verify_data": "off"}
+    common |= {"eval_tokens": 10**9, "compile": cfg.compile, "act_ckpt": cfg.act_ckpt}
+    short = {"steps": 8, "warmup": 2, "eval_every": 4} if cfg.quick else {}
+    seeds = cfg.seeds[: 1 if cfg.quick else cfg.rounds]
+    curves: dict[str, list[list[dict[str, float]]]] = {"ours": [], "plain": []}
+
+    def side(name: str, recipe: dict[str, Any]) -> Callable[[int], float]:
+        def learn(i: int) -> float:
+            seeded = {"seed": seeds[i], "data_seed": seeds[i]}
+            rows = train(scratch / f"{name}-{i}", common | recipe | short | seeded)
+            spent = list(itertools.accumulate(row["ms"] / 1e3 for row in rows))
+            scored = [(row, s) for row, s in zip(rows, spent, strict=True) if "val_loss" in row]
+            curves[name].append([{"tokens": r["tokens"], "s": round(s, 2), "loss": r["val_loss"]} for r, s in scored])
+            return scored[-1][0]["val_loss"]
+
+        return learn
+
+    sides = {"plain": side("plain", GPT2_ADAMW), "ours": side("ours", MODERN_MUON)}
+    finals = [pair for _, pair in alternate(len(seeds), sides)]
+    rows: list[list[object]] = [["seed", "plain loss", "ours", "tokens", "time", "as low at tokens", "time"]]
+    ratios: dict[str, list[float]] = {"tokens": [], "time": [], "reached_tokens": [], "reached_time": []}
+    for seed, pair, ours, plain_curve in zip(seeds, finals, curves["ours"], curves["plain"], strict=True):
+        end, whole = ours[-1], plain_curve[-1]
+        reached = next((point for point in ours if point["loss"] <= whole["loss"]), None)
+        each = [end["tokens"] / whole["tokens"], end["s"] / whole["s"]]
+        each += [reached["tokens"] / whole["tokens"], reached["s"] / whole["s"]] if reached else []
+        for name, value in zip(ratios, each, strict=False):
+            ratios[name].append(value)
+        told = [f"{value:.3f}" for value in each] + ["never"] * (4 - len(each))
+        rows.append([seed, f"{pair['plain']:.4f}", f"{pair['ours']:.4f}", *told])
+    table(rows)
+    return {
+        **{f"{name}_ratio": spread(values) for name, values in ratios.items() if values},
+        "seeds_as_low": len(ratios["reached_tokens"]),
+        **{f"{name}_loss": spread([pair[name] for pair in finals], 4) for name in sides},
+        "seeds": list(seeds),
+        "recipes": {"plain": GPT2_ADAMW, "ours": MODERN_MUON},
+        "curves": curves,
+    }
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def section_memory(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
+    """The most memory that updates of train.py take, over the plain loop's, both in one dtype: of the whole process on
+    a CPU, of tensors on CUDA; and what a rank holds between updates under fsdp at 1, 2 and 4 ranks."""
+    cuda = cfg.device == "cuda" or (cfg.device == "auto" and bool(gpu_names()))
+    what = shape(cfg, SMALL if cfg.quick else GPT2)
+    data, n = random_text(scratch / "data", what["vocab_size"]), cfg.updates or 3
+    same = what | {"grad_accum": cfg.grad_accum, "lr": 1e-3, "warmup": 1, "device": "cuda" if cuda else "cpu"}
+    out: dict[str, Any] = {**what, "device": same["device"]}
+    lines: list[list[object]] = [["dtype", "ours MiB", "plain MiB", "ratio"]]
+    for dtype in ("fp32", "bf16") if cfg.dtype == "auto" else (cfg.dtype,):
+
+        def ours(i: int, dtype: str = dtype) -> float:
+            flags = {"steps": n, "data": data, "data_dtype": "uint16", "dtype": dtype, "act_ckpt": cfg.act_ckpt}
+            flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": n, "compile": cfg.compile}
+            return train(scratch / f"{dtype}-{i}", same | flags)[-1]["peak_memory"] / 2**20
+
+        def theirs(i: int, dtype: str = dtype) -> float:
+            flags = {"updates": n, "log_every": n, "data": str(data / "train.bin"), "dtype": dtype}
+            return plain(same | flags, scratch / "plain.json")["peak_bytes"] / 2**20
+
+        rounds = [r for _, r in alternate(cfg.rounds or 1, {"plain": theirs, "ours": ours})]
+        ratio = spread([r["ours"] / r["plain"] for r in rounds])
+        out[dtype] = {f"{k}_mib": spread([r[k] for r in rounds], 1) for k in ("ours", "plain")} | {"ratio": ratio}
+        lines.append([dtype, *(f"{out[dtype][k]['median']:,.0f}" for k in ("ours_mib", "plain_mib")), ratio["median"]])
+    table(lines)
+    held, dims = {}, {k: v for k, v in what.items() if k != "local_bsz"}
+    for ranks in (1, 2, 4):
+        file = scratch / f"{ranks}.json"
+        start = [*launcher(2)[:-1], f"--nproc_per_node={ranks}", "-m", "fourscale.statebytes"]
+        run([*start, json.dumps(dims), "fsdp", file], {"PYTHONPATH": str(ROOT)})
+        held[ranks] = max(json.loads(file.read_text()), key=lambda r: sum(r.values()))
+    out["fsdp_bytes_a_rank"] = {str(k): v | {"ratio": sum(v.values()) / sum(held[1].values())} for k, v in held.items()}
+    table([["ranks", *held[1], "share of one"], *([k, *v.values()] for k, v in out["fsdp_bytes_a_rank"].items())])
+    return out
+
+
 SECTIONS: dict[str, Callable[[BenchConfig, Path], dict[str, Any]]] = {
     "train": section_train,
+    "memory": section_memory,
+    "loader": overheads.section_loader,
+    "checkpoint": overheads.section_checkpoint,
+    "sample": overheads.section_sample,
+    "prepare": overheads.section_prepare,
+    "startup": overheads.section_startup,
+    "scaling": section_scaling,
+    "learn": section_learn,
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fourscale import __version__
-from fourscale.cli import InputError, RunFailed, door
+from fourscale.cli import InputError, RunFailed, door, importing
 from fourscale.config import TrainConfig, layered
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ def main() -> None:
         from fourscale import planning
 
         return planning.show(flags)
-    from fourscale import origins, parallel
+    with importing():
+        import torch._dynamo  # noqa: F401 (the first optimizer imports it anyway)
+
+        from fourscale import origins, parallel
 
     flags = origins.recall(flags)
     topology = parallel.start(
@@ -105,6 +108,7 @@ def train(
         origins,
         parallel,
         plots,
+        profiling,
         rundir,
         samples,
         saving,
@@ -179,7 +183,7 @@ def train(
         told += f", the rest in {parallel.warm_up(model, topology, cfg.local_bsz, ctx):.1f} s, apart from ms/step"
     if told:
         say(told)
-    optimizers = optim.build(raw, cfg.optimizer, cfg.weight_decay, cfg.beta1, cfg.beta2)
+    optimizers = optim.build(raw, cfg.optimizer, cfg.weight_decay, cfg.beta1, cfg.beta2, cfg.muon_dtype)
     meter = telemetry.Meter(
         run_dir.path,
         topology,
@@ -277,11 +281,14 @@ def train(
     loader = ThreadPoolExecutor(max_workers=1)  # the next update is read while this one is computed
     upcoming = loader.submit(load, done) if done < stop_at else None
     following = trackers.Trackers(cfg.tracker if topology.main else (), run_dir, done, resumed=ckpt is not None)
+    profiling.attach(cfg, stop_at - done, meter, model, optimizers, topology, run_dir.path)
     meter.begin(done, tokens_seen, cfg.progress)
     while done < stop_at:
         waited = time.monotonic()
+        meter.phase("data wait")  # for --profile, as others below
         inputs, targets, count = upcoming.result()
         data_ms = 1e3 * (time.monotonic() - waited)
+        meter.phase("rest")
         upcoming = loader.submit(load, done + 1) if done + 1 < stop_at else None
 
         # One small message an update: supervised tokens of all ranks; is anyone asked to stop; are anyone's data wrong;
@@ -301,7 +308,7 @@ def train(
         began = time.monotonic() - data_ms / 1e3
         lr = schedule.learning_rate(done, updates, cfg.warmup, cfg.lr, cfg.min_lr, cfg.schedule, cfg.decay_fraction)
         optim.set_lr(optimizers, lr)
-        instants = [meter.instant()]  # on the device's clock: nothing waits for it
+        instants = [meter.instant("rest")]  # on the device's clock: nothing waits for it
         model.zero_grad(set_to_none=True)
         own_loss = torch.zeros((), device=topology.device)
         for m in range(cfg.grad_accum):
@@ -311,20 +318,20 @@ def train(
             y = targets[m].to(topology.device, non_blocking=True)
             with parallel.accumulate(model, m == cfg.grad_accum - 1, topology, cfg.grad_sync):
                 with topology.autocast():
-                    window_sums = model(x, y)  # [B], nats
+                    loss_sum = model(x, y)  # [], nats: over all supervised tokens
                 if m == cfg.grad_accum - 1:  # under DDP, nothing was waited for so far: what slow ranks differ by
                     own_ms = 1e3 * (time.monotonic() - began)
                 # DDP and FSDP average over ranks: times world_size, over the global count, is the mean over all tokens.
-                scaler.scale(window_sums.sum() * (world / count)).backward()
-            own_loss += window_sums.detach().sum()
-        instants.append(meter.instant())
+                scaler.scale(loss_sum * (world / count)).backward()
+            own_loss += loss_sum.detach()
+        instants.append(meter.instant("clip"))
         optim.unscale(scaler, optimizers)
         norm = parallel.clip_gradients(model, cfg.clip)
         loss = topology.sum_on_device(own_loss.clone()) / count
         skipped = guard.judge(loss, norm)  # on the device, the same on all ranks
         optim.step(optimizers, skipped)
         scaler.update()
-        instants.append(meter.instant())
+        instants.append(meter.instant("rest"))
         ids = (plan.samples(done), plan.samples(done + 1))
         tokens_seen += count
         done += 1
@@ -344,6 +351,8 @@ def train(
             say(f"note: step 1: {fault}")
         val_loss = (held_out or {}).get("val_loss")
         best = cfg.save_best and val_loss is not None and (saver.best is None or val_loss < saver.best[1])
+        if cfg.ckpt_every or cfg.ckpt_minutes:
+            saver.reserve(tensors)
         if (cfg.ckpt_every and done % cfg.ckpt_every == 0) or late or best:
             save()
             saved_at = time.monotonic()

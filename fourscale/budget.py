@@ -156,6 +156,8 @@ class Plan:
         table = {name: getattr(c, name) for name in (*names, "dtype", "sampling", "seed", "data_seed", "eval_tokens")}
         if c.schedule == "wsd":
             table["decay_fraction"] = c.decay_fraction
+        if c.optimizer == "muon" and c.muon_dtype != "fp32":  # fp32 is what a run without the field had
+            table["muon_dtype"] = c.muon_dtype
         return table | {"updates": self.updates, "token_budget": self.token_budget}
 
 
@@ -177,7 +179,7 @@ def plan(
         if getattr(cfg, name) < 1:
             raise InputError(f"{flag(name)} {getattr(cfg, name)}: must be at least 1")
     counts = ("grad_accum", "global_bsz", "steps", "tokens", "stop_after", "keep", "keep_every", "eval_tokens")
-    for name in (*counts, "shard_size"):
+    for name in (*counts, "shard_size", "profile"):
         if getattr(cfg, name) == 0:
             raise InputError(f"{flag(name)} 0: must be at least 1, or left out")
     asked = cfg.model
@@ -206,6 +208,8 @@ def plan(
         updates = origin.update + updates_for(cfg.tokens - origin.tokens, per_update)[0]
     else:
         updates = cfg.steps or max(2000, origin.update + 1)
+    if cfg.muon_dtype != "fp32" and cfg.optimizer != "muon":
+        raise InputError(f"--muon-dtype {cfg.muon_dtype}: goes with --optimizer muon, not {cfg.optimizer}")
     if dtype == "fp16" and cfg.optimizer != "adamw":
         raise InputError(f"--dtype fp16: its scaled gradients go with --optimizer adamw, not {cfg.optimizer}; use bf16")
     for name in ("lr", "min_lr", "weight_decay", "clip", "skip_spikes", "ckpt_minutes"):
@@ -251,7 +255,7 @@ def plan(
 
 def _check_expectations(cfg: TrainConfig) -> None:
     """Raise InputError for what a plan or a run's cost can't be reckoned with."""
-    for name in ("peak_tflops", "expect_tokens_per_s"):
+    for name in ("peak_tflops", "expect_tokens_per_s", "link_gbyte_s", "node_gbit_s"):
         value = getattr(cfg, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"{flag(name)} {value:g}: must be a finite number above 0")
@@ -306,6 +310,21 @@ def shard_size_of(parallel: str, asked: int | None, world: int) -> int:
     return size
 
 
+SMALL_LOGITS = 8 << 20  # bytes of all logits in fp32, up to which nothing is gained by taking them apart
+
+
+def head_chunk(tokens: int, rows: int, device_type: str) -> int:
+    """How many of `tokens` the head of `rows` rows takes at once: all, or the largest equal part whose fp32 logits stay
+    within 1 GiB on CUDA, where a product wants thousands of rows, and within 128 MiB elsewhere; at least 256.
+
+    Equal parts where such a number of them divides the tokens, so that what is compiled sees one shape.
+    """
+    most = max(256, (1 << 30 if device_type == "cuda" else 128 << 20) // (4 * rows))
+    parts = max(1, -(-tokens // most))
+    even = next((n for n in range(parts, min(2 * parts, tokens) + 1) if tokens % n == 0), parts)
+    return max(1, -(-tokens // even))
+
+
 # ---- FLOPs ---------------------------------------------------------------------------------------------------------
 
 
@@ -349,11 +368,22 @@ def with_recomputation(cfg: ModelConfig, act_ckpt: str) -> Flops:
     return Flops(4 / 3 * flops.blocks - down, 4 / 3 * flops.scores, flops.head)
 
 
-def muon_flops(cfg: ModelConfig) -> float:
-    """FLOPs of an update's five Newton-Schulz steps on the blocks' matrices, over all ranks: 5 (4 m^2 n + 2 m^3) for
-    one whose sides are m <= n."""
+MUON_STEPS = 4
+ROUND_BYTES = 64 << 20  # of matrices that a rank orthogonalises at a time, though at least one matrix
+
+
+def orthogonalising_flops(m: int, n: int, on_gram: bool) -> float:
+    """FLOPs of muon.orthogonalise for one X [m, n], m <= n: steps on X itself, or on X X^T [m, m]."""
+    if on_gram:
+        return 4.0 * m * m * n + (8 * MUON_STEPS - 6) * m**3
+    return MUON_STEPS * (4.0 * m * m * n + 2 * m**3)
+
+
+def muon_flops(cfg: ModelConfig, dtype: str) -> float:
+    """FLOPs of an update's orthogonalising of the blocks' matrices by products in --muon-dtype, over all ranks."""
     sides = [sorted(s) for name, s in shapes(cfg).items() if name.startswith("blocks.") and len(s) > 1]
-    return sum(5.0 * (4 * m * m * n + 2 * m**3) for m, n in sides)
+    forms = (False, True) if dtype == "fp32" else (False,)
+    return sum(min(orthogonalising_flops(m, n, form) for form in forms) for m, n in sides)
 
 
 def mfu(tokens_per_s: float, flops_a_token: float, peak: float, devices: int) -> float:

@@ -105,6 +105,14 @@ def stager(device: torch.device) -> DefaultStager:
     )
 
 
+def touch(stager: DefaultStager, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Stage `tensors` for the memory alone, in a thread and while they change; the next stage meets a lack of it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins on the first
+    with contextlib.suppress(RuntimeError, MemoryError):
+        stager.stage(tensors)
+
+
 def write(
     directory: Path, tensors: dict[str, Tensor], rank: int, group: dist.ProcessGroup | None
 ) -> dict[str, dict[str, Any]]:

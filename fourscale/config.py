@@ -229,6 +229,9 @@ class TrainConfig:
     """share of the run that wsd decays over"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: orthogonalised momentum on the blocks' matrices, AdamW on the rest, one --lr for both"""
+    muon_dtype: Literal["fp32", "bf16"] = "fp32"
+    """of muon's products. bf16 is for speed on GPUs: losses then depend a little on ranks and sharding, which fp32
+    keeps them from"""
     weight_decay: float = 0.1
     """decoupled, on matrices only"""
     beta1: float = 0.9
@@ -281,6 +284,10 @@ class TrainConfig:
     """with --plan: share of the peak to expect, by 6 N a token"""
     expect_tokens_per_s: MaybeFloat = None
     """with --plan: tokens per second over all ranks, instead of --expect-mfu"""
+    link_gbyte_s: float = 450.0
+    """with --plan: GB/s from a GPU to others of its node, in one direction (NVLink 4; PCIe 4: 25)"""
+    node_gbit_s: float = 3200.0
+    """with --plan: Gbit/s from a node to others (eight InfiniBand adapters of 400; an Ethernet port: 100)"""
     price: MaybeText = None
     """price of a device-hour and its date, as in 2.50@2026-11-30: money in the plan and in metrics"""
 
@@ -291,6 +298,9 @@ class TrainConfig:
     resume, takes back what the run was told before"""
     tracker: Trackers = ()
     """also log to wandb or tensorboard; may be repeated. WANDB_MODE=offline and the like are wandb's own"""
+    profile: MaybeCount = None
+    """profile this many updates by torch.profiler, after the first 3: a trace and a table by phase in
+    --ckpt-dir/profile. They are slower, which their rows of metrics say"""
     progress: bool = False
     """a progress bar below the console lines"""
     sample_tokens: Count = 64

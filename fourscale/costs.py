@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from dataclasses import dataclass
 
-from fourscale.budget import Plan, shapes
+from fourscale.budget import ROUND_BYTES, SMALL_LOGITS, Plan, head_chunk, shapes
 from fourscale.config import ModelConfig, TrainConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -51,7 +52,7 @@ class Memory:
     copies: int  # of weights in 16 bits, which products under autocast are made with
     gathered: int  # whole parameters that are used at a moment, under fsdp and hsdp
     activations: int  # that a micro-batch keeps for its backward, up to the head
-    logits: int  # the head's results, their softmax and their gradient at once
+    logits: int  # a chunk's logits, and what the head computes beside them: losses, gradients
     peak: int  # most at one time: not the sum, since gradients come as activations go
 
     @property
@@ -100,17 +101,40 @@ def memory(cfg: TrainConfig, layout: Layout, device_type: str) -> Memory:
     tokens = cfg.local_bsz * model.ctx
     each, inner, outer = block_activations(model, cfg.dtype, cfg.act_ckpt, device_type)
     activations = tokens * (model.n_layers * each + outer) + document_mask_bytes(model, cfg, device_type)
-    logits = 12 * tokens * model.vocab_size
     root_now = 4 * root if layout.sharded else 0
-    at_head = max(copies + 8 * tokens * model.vocab_size, kept_copies + logits)
+    if 4 * tokens * model.padded_vocab <= SMALL_LOGITS:  # all at once: logits, softmax, and the gradient in a backward
+        logits = 12 * tokens * model.vocab_size
+        at_head = max(copies + 8 * tokens * model.vocab_size, kept_copies + logits)
+    elif cfg.dtype == "fp16":  # a chunk's backward: those three, gradients of the head so far and of the chunk
+        logits = 14 * head_chunk(tokens, model.padded_vocab, device_type) * model.padded_vocab + 10 * head
+        at_head = kept_copies + logits
+    else:  # a chunk's logits in each dtype, the head's gradient with a product of it, the input and its gradient
+        logits = (4 if wide == 4 else 6) * head_chunk(tokens, model.padded_vocab, device_type) * model.padded_vocab
+        logits += (4 if wide == 4 else 6) * head + (8 - wide) * tokens * model.d_model
+        at_head = copies + logits
+        kept_copies -= 2 * head if wide == 2 else 0
     at_loss = before + activations + root_now + at_head
     # In the backward of the first block, all gradients but its own are there.
     moving = tokens * (inner + 2 * wide * model.d_ff + 4 * model.d_model)
     whole_now = 2 * root_now + (3 * wide + 4) * block if layout.sharded else kept_copies
     in_block = gradients + moving + whole_now
     at_end = gradients + 3 * root_now  # the root's gradients, and what is sent of them
-    peak = weights + optimizer + accumulated + max(at_loss, in_block, at_end)
+    stepping = gradients + (muon_round(model, layout) if cfg.optimizer == "muon" else 0)
+    peak = weights + optimizer + accumulated + max(at_loss, in_block, at_end, stepping)
     return Memory(weights, gradients, optimizer, accumulated, copies, gathered, activations, logits, peak)
+
+
+def muon_round(cfg: ModelConfig, layout: Layout) -> int:
+    """Bytes beside weights, gradients and momentum while a rank orthogonalises its matrices of a round, at most."""
+    hidden = Counter(tuple(s) for n, s in shapes(cfg).items() if n.startswith("blocks.") and len(s) > 1)
+    most = 0
+    for shape, count in hidden.items():
+        m, n = sorted(shape)
+        own = min(-(-count // layout.world), max(1, ROUND_BYTES // (4 * m * n)))
+        exchanged = 2 * m * n if layout.sharded else 0
+        told = min(ROUND_BYTES, 4 * count * layout.held(shape)) if layout.copies > 1 else 0
+        most = max(most, 4 * own * (3 * m * n + 4 * m * m + exchanged) + told)  # X thrice, X X^T four times
+    return most
 
 
 def block_activations(cfg: ModelConfig, dtype: str, act_ckpt: str, device_type: str) -> tuple[int, int, int]:
@@ -127,6 +151,8 @@ def block_activations(cfg: ModelConfig, dtype: str, act_ckpt: str, device_type: 
         4 + (4 * d if cpu else 0) if modern else 8
     )  # its input and statistics; RMSNorm on a CPU: its result
     attention = e * d + e * (q + 2 * kv) + e * q + 4 * cfg.n_heads
+    if cpu and cfg.dropout == 0 and cfg.ctx < 256 and not cfg.doc_mask:  # all of it in fp32: model.attend_causal
+        attention += (4 - e) * (q + 2 * kv) + (4 if e < 4 else 0) * q
     if modern:
         attention += e * (q + kv)  # queries and keys after rotation
     if cfg.qk_norm:
@@ -236,7 +262,7 @@ class Wire:
     gather: int  # weights, in each micro-batch: all blocks twice, embedding and head once
     scatter: int  # gradients
     reduce: int  # gradients, between copies
-    muon: int  # matrices of the blocks to their owner, and its result to all
+    muon: int  # rows of the blocks' matrices to their owner, its results back, and those of other copies
 
     @property
     def total(self) -> int:
@@ -249,28 +275,36 @@ class Edges:
 
     within: float = 1.0  # of the ring of ranks that share a copy
     between: float = 1.0  # of rings of ranks with the same share of it
-    all: float = 1.0  # of the ring of all ranks
 
 
 def leaving(layout: Layout, node: int) -> Edges:
     """Edges that leave a node of `node` ranks: each node a ring passes through, it leaves once."""
     nodes, shards = -(-layout.world // node), layout.shards
     if nodes == 1:
-        return Edges(0, 0, 0)
+        return Edges(0, 0)
     between = min(shards, node) if layout.copies > 1 else 0
     if shards % node == 0 or node % shards == 0:
-        return Edges(1 if shards > node else 0, between, 1)
+        return Edges(1 if shards > node else 0, between)
     period = math.lcm(shards, node)  # groups that begin and end within nodes
     spans = [(k + shards - 1) // node - k // node + 1 for k in range(0, period, shards)]
-    return Edges(sum(n for n in spans if n > 1) / (period // node), between, 1)
+    return Edges(sum(n for n in spans if n > 1) / (period // node), between)
+
+
+def exchanged(layout: Layout, node: int) -> float:
+    """What leaves a node of `node` ranks where each rank deals out something to its group, in such somethings."""
+    groups = range(0, layout.world, layout.shards)
+    nodes = [Counter(rank // node for rank in range(first, first + layout.shards)).values() for first in groups]
+    crossing = sum(layout.shards**2 - sum(n * n for n in there) for there in nodes)
+    return crossing / layout.shards / (layout.world / node)
 
 
 def wire(cfg: TrainConfig, layout: Layout, node: int | None = None) -> Wire:
     """Bytes on the wire an update of a filled-in TrainConfig, for `layout` whatever cfg.parallel is: that a rank sends,
     or with `node`, that a node of so many ranks sends to other nodes.
 
-    All-reduce of n bytes over W ranks: 2 (W - 1) / W n a rank; all-gather and reduce-scatter: (W - 1) / W n; a
-    broadcast about as much. What the ranks tell each other beside (a message an update, the gradients' norm) is less.
+    All-reduce of n bytes over W ranks: 2 (W - 1) / W n a rank; all-gather, reduce-scatter and, of n bytes that a rank
+    has for all, an exchange of each with each: (W - 1) / W n. What the ranks tell each other beside (a message an
+    update, the gradients' norm) is less.
     gloo has no reduce-scatter: torch makes it an all-reduce, which sends `scatter` twice.
     """
     edges = Edges() if node is None else leaving(layout, node)
@@ -291,9 +325,11 @@ def wire(cfg: TrainConfig, layout: Layout, node: int | None = None) -> Wire:
     reduce = (micro if cfg.grad_sync == "every" else 1) * between * held
     muon = 0.0
     if cfg.optimizer == "muon":
-        matrices = 4 * sum(math.prod(s) for n, s in tensors.items() if n.startswith("blocks.") and len(s) > 1)
-        owned = inside * edges.within if layout.sharded else 0
-        muon = matrices * (owned + (layout.world - 1) / layout.world * edges.all)
+        away = inside if node is None else exchanged(layout, node)
+        for shape, count in Counter(s for n, s in tensors.items() if n.startswith("blocks.") and len(s) > 1).items():
+            told = min(-(-count // copies) * copies, 2 * count)  # gathered with padding, or summed: muon.of_copies
+            moved = 2 * count / copies * away + (copies - 1) / copies * told * edges.between
+            muon += 4 * layout.held(shape) * moved
     return Wire(round(gather * edges.within), round(scatter * edges.within), round(reduce * edges.between), round(muon))
 
 

@@ -491,6 +491,10 @@ class BenchConfig:
     alone: bool = False
     """train: ours without the plain loop, as for a model that it can't hold"""
 
+    text: MaybeText = None
+    """learn: a text file to learn, by characters (default: Python's standard library)"""
+    seeds: Annotated[tuple[Count, ...], tyro.conf.arg(help_behavior_hint="")] = (0, 1, 2)
+    """learn: of weights and order, a run of each side for each; others than those that the recipes were tuned on"""
     rounds: MaybeCount = None
     """alternations of the two sides; medians of their ratios are told (default: the section's own)"""
     updates: MaybeCount = None
@@ -511,6 +515,8 @@ class BenchConfig:
             path = getattr(self, name)
             if path is not None and not path.resolve().parent.is_dir():
                 raise InputError(f"{flag(name)} {path}: no such directory to write to; make it first")
+        if self.text is not None and not Path(self.text).is_file():
+            raise InputError(f"--text {self.text}: no such file; name a text of a megabyte or more")
 
     def sections(self) -> list[str]:
         """The sections of --what, in order."""

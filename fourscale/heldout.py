@@ -157,8 +157,8 @@ def score(
     """Score each window of `starts` (from `eval_starts`) once, dealt over the ranks: of its targets those that no
     window before it holds. The same Score on every rank, or None once `asked_to_stop` is true on one of them.
 
-    Collective: every rank runs the same number of forwards of the same shape, only through `model(idx, targets)`, so
-    DDP, FSDP and plain modules will do. Training mode is put back afterwards, and no random number is drawn.
+    Collective: every rank runs the same number of forwards of the same shape, only through `model(idx, targets, ...)`,
+    so DDP, FSDP and plain modules will do. Training mode is put back afterwards, and no random number is drawn.
     """
     rank, world_size, device = topology.rank, topology.world_size, topology.device
     count = len(starts)
@@ -184,7 +184,7 @@ def score(
                 arrays = window_batch(stream, at, length, skip[window])
                 idx, targets = (torch.from_numpy(x).to(device) for x in arrays)
                 with topology.autocast():
-                    sums[i] = model(idx, targets)
+                    sums[i] = model(idx, targets, per_window=True)
     finally:
         model.train(was_training)
         if hasattr(model, "reshard"):  # FSDP2 leaves the root's parameters gathered after a forward without backward

@@ -272,7 +272,7 @@ class Probe:
         if run.before is not None:
             checkpoint.load(run.before.dir, checkpoint.model_tensors(self.raw), self.topology.publish_group)
         cfg = self.cfg
-        self.optimizers = optim.build(self.raw, cfg.optimizer, cfg.weight_decay, cfg.beta1, cfg.beta2)
+        self.optimizers = optim.build(self.raw, cfg.optimizer, cfg.weight_decay, cfg.beta1, cfg.beta2, cfg.muon_dtype)
         self.model.train(cfg.model.dropout == 0)  # its noise would hide what is looked for
 
     def _set_weights(self) -> None:
@@ -432,7 +432,7 @@ class Probe:
         self.model.zero_grad(set_to_none=True)
         with parallel.accumulate(self.model, True, topology, self.cfg.grad_sync):
             with topology.autocast():
-                nats = self.model(x, y).sum()
+                nats = self.model(x, y)
             scaler.scale(nats * (1 / y.numel())).backward()  # each rank has as many: a mean of means is the mean
         optim.unscale(scaler, self.optimizers)
         norm = parallel.clip_gradients(self.model, 1.0)

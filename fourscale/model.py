@@ -21,11 +21,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fourscale.cli import is_rank_zero, say
 from fourscale.config import ModelConfig
+from fourscale.headloss import IGNORE as IGNORE
+from fourscale.headloss import softmax_gradient, summed_loss, token_losses
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-IGNORE = -100  # a target that is not supervised
+# Tokens of a window from which torch's CPU kernel is as fast in bf16 as in fp32: below, 1.7 to 3 times slower.
+FP32_ATTENTION_BELOW = 256
 
 
 class Norm(nn.Module):
@@ -144,6 +147,15 @@ def attention_dtype(device: torch.device) -> torch.dtype:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
 
 
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, gqa: bool, dropout: float) -> Tensor:
+    """Attention of [B, H | K | K, T, C], each token to itself and those before it -> [B, H, T, C]."""
+    if q.device.type == "cpu" and q.shape[2] < FP32_ATTENTION_BELOW and dropout == 0:
+        q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, dropout_p=dropout)
+
+
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, gqa: bool) -> Tensor:
     """flex_attention of [B, H | K | K, T, C] -> [B, H, T, C]; inside a compiled block it becomes part of its graph."""
     if torch.compiler.is_compiling():
@@ -256,7 +268,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         gqa = self.kv_heads != self.heads
         if mask is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, dropout_p=dropout)
+            y = attend_causal(q, k, v, gqa, dropout)
         elif isinstance(mask, Tensor):
             if gqa and T == 1:  # the heads of a group are so many queries of the same keys: nothing is copied
                 q = q.reshape(B, self.kv_heads, -1, self.head_dim)
@@ -369,16 +381,22 @@ class GPT(nn.Module):
         self.norm = Norm(cfg.d_model, cfg)
         # A tied head is the embedding itself, not a second name for it: nothing to re-tie, nothing saved twice.
         self.head = None if cfg.tie else nn.Linear(cfg.d_model, cfg.padded_vocab, bias=False)
+        self.softmax_gradient = softmax_gradient  # --compile replaces it
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, last_only: bool = False, cache: Cache | None = None
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        last_only: bool = False,
+        cache: Cache | None = None,
+        per_window: bool = False,
     ) -> Tensor:
-        """Logits, or each window's summed loss.
+        """Logits, or the summed loss.
 
         idx int64 [B, T], T <= ctx for gpt2. Without targets: fp32 logits [B, T, V] ([B, 1, V] with last_only). With
-        targets int64 [B, T], IGNORE where unsupervised: fp32 [B], the sum of each window's token losses in nats. The
-        padded rows of the vocabulary take no part in either. With cfg.doc_mask, attention and positions begin anew at
-        each end-of-text token of idx.
+        targets int64 [B, T], IGNORE where unsupervised: fp32 [], the sum of all token losses in nats, or fp32 [B], that
+        of each window, with per_window. The padded rows of the vocabulary take no part in either. With cfg.doc_mask,
+        attention and positions begin anew at each end-of-text token of idx.
 
         With a cache, in evaluation mode: idx are new tokens of its rows, and see what those have read. One token a row,
         or several as the first of rows that have read nothing; ValueError otherwise.
@@ -397,11 +415,11 @@ class GPT(nn.Module):
             cache.advance(idx)
         x = self.norm(x[:, -1:] if last_only else x)
         head = self.wte.weight if self.head is None else self.head.weight
-        logits = F.linear(x, head)[..., : self.cfg.vocab_size].float()  # [B, T, V]: padded ids don't exist from here on
         if targets is None:
-            return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
-        return losses.view(targets.shape).sum(dim=1)
+            return F.linear(x, head)[..., : cfg.vocab_size].float()  # [B, T, V]: padded ids don't exist from here on
+        if per_window:
+            return token_losses(x, head, targets, cfg.vocab_size).sum(dim=1)  # [B]
+        return summed_loss(x, head, targets, cfg.vocab_size, self.softmax_gradient)  # []
 
     def places(self, idx: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None, Tensor | BlockMask | None]:
         """What the blocks know of positions and documents in idx, int64 [B, T]: positions within documents int64 [B, T]

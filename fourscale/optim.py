@@ -1,15 +1,14 @@
-"""Parameter groups, AdamW, Muon, the guard and the scaler."""
+"""Parameter groups, the optimizers, the guard and the scaler."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fourscale.model import GPT
+from fourscale.muon import Muon
 
 GUARD_DECAY = 0.99
 
@@ -23,11 +22,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
-def build(model: GPT, kind: str, weight_decay: float, beta1: float, beta2: float) -> list[torch.optim.Optimizer]:
+def build(
+    model: GPT, kind: str, weight_decay: float, beta1: float, beta2: float, muon_dtype: str = "fp32"
+) -> list[torch.optim.Optimizer]:
     """The optimizers of a model, every parameter in exactly one; set the rate with `set_lr` before each step.
 
     adamw: fused AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101) on all. muon: Muon on the matrices of the blocks,
-    AdamW on embeddings, head, norms and biases.
+    with products in `muon_dtype` (fp32 or bf16), AdamW on embeddings, head, norms and biases.
     """
     groups = parameter_groups(model, weight_decay)
     out: list[torch.optim.Optimizer] = []
@@ -35,82 +36,9 @@ def build(model: GPT, kind: str, weight_decay: float, beta1: float, beta2: float
         hidden = [p for p in model.blocks.parameters() if p.dim() == 2]
         taken = {id(p) for p in hidden}
         groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in taken]
-        out.append(Muon(hidden, weight_decay))
+        out.append(Muon(hidden, weight_decay, dtype=torch.bfloat16 if muon_dtype == "bf16" else torch.float32))
     out.append(torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=1e-8, fused=True))
     return out
-
-
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """Roughly the nearest semi-orthogonal matrix, fp32 [m, n]: five quintic Newton-Schulz steps, singular values to
-    about 0.7 .. 1.2 (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks")."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.T if (tall := matrix.shape[0] > matrix.shape[1]) else matrix
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum 0.95, in fp32, the same on every topology.
-
-    The step of an [m, n] matrix is scaled by 0.2 sqrt(max(m, n)), which gives it the size of an AdamW step, so that one
-    rate serves both (Liu et al. 2025, arXiv:2502.16982). Ranks share the work: each orthogonalises every world_size-th
-    matrix whole, and under FSDP keeps only its own slice of the others' results.
-    """
-
-    def __init__(self, params: list[Tensor], weight_decay: float, momentum: float = 0.95):
-        super().__init__(params, {"lr": 0.0, "weight_decay": weight_decay, "momentum": momentum})
-        self.found_inf: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update; where `found_inf` (scalar) is 1, weights and momentum stay as they are."""
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        skip = None if self.found_inf is None else self.found_inf.bool()
-        for group in self.param_groups:
-            for first in range(0, len(group["params"]), world):
-                mine = None
-                chunk = group["params"][first : first + world]
-                for owner, p in enumerate(chunk):
-                    direction = self._momentum(p, group["momentum"], skip)
-                    full = direction.full_tensor() if isinstance(direction, DTensor) else direction
-                    if owner == rank:
-                        mine = orthogonalise(full).contiguous()
-                for owner, p in enumerate(chunk):
-                    full = mine if owner == rank else torch.empty(p.shape, dtype=torch.float32, device=p.device)
-                    if world > 1:
-                        dist.broadcast(full, src=owner)
-                    scale = 0.2 * math.sqrt(max(p.shape))
-                    self._apply(p, full, group["lr"], scale, group["weight_decay"], skip)
-
-    def _momentum(self, p: Tensor, beta: float, skip: Tensor | None) -> Tensor:
-        """Update the momentum of `p` and return the direction to orthogonalise, sharded as `p` is."""
-        state = self.state[p]
-        if not state:
-            state["momentum"] = torch.zeros_like(p.data)
-        grad, old = local(p.grad), local(state["momentum"])
-        new = old.lerp(grad, 1 - beta)
-        if skip is not None:
-            new = torch.where(skip, old, new)
-        old.copy_(new)
-        # The buffer of the gradient is free from here on: it takes the direction, and keeps the sharding.
-        grad.lerp_(new, beta)
-        return p.grad
-
-    @staticmethod
-    def _apply(p: Tensor, full: Tensor, lr: float, scale: float, weight_decay: float, skip: Tensor | None) -> None:
-        if isinstance(p, DTensor):
-            full = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
-        weight, step = local(p), local(full)
-        new = (weight * (1 - lr * weight_decay)).add_(step, alpha=-lr * scale)
-        weight.copy_(new if skip is None else torch.where(skip, weight, new))
-
-
-def local(t: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return t.to_local() if isinstance(t, DTensor) else t
 
 
 class Guard:

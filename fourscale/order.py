@@ -22,15 +22,27 @@ LARGEST_BLOCK = 1_000_000  # of samples within which a mixture's shares are exac
 OFFSET_FROM = 100  # an epoch's offset costs one window: used only where that is at most 1 %
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_STEPS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST = np.uint64(31)
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: uint64 -> uint64, a bijection (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = x + _GOLDEN
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+        for shift, factor in _STEPS:
+            x = (x ^ (x >> shift)) * factor
+        return x ^ (x >> _LAST)
+
+
+def _mix64_inplace(x: np.ndarray) -> np.ndarray:
+    """`mix64` of an array that is nobody else's: a third of the time for the few that a batch has."""
+    x += _GOLDEN
+    for shift, factor in _STEPS:
+        x ^= x >> shift
+        x *= factor
+    x ^= x >> _LAST
+    return x
 
 
 def key64(*parts: int | np.ndarray) -> np.uint64 | np.ndarray:
@@ -56,9 +68,11 @@ def permute(index: np.ndarray, n: int, key: np.uint64 | np.ndarray) -> np.ndarra
     while todo.size:  # walk the cycle until back inside [0, n): the domain is less than 4 n, so a few steps
         left, right = flat[todo] >> half, flat[todo] & mask
         for k in rounds:
-            left, right = right, left ^ (mix64(right ^ (k if k.size == 1 else k[todo])) & mask)
-        flat[todo] = (left << half) | right
-        todo = todo[flat[todo] >= np.uint64(n)]
+            left ^= _mix64_inplace(right ^ (k if k.size == 1 else k[todo])) & mask
+            left, right = right, left
+        walked = (left << half) | right
+        flat[todo] = walked
+        todo = todo[walked >= np.uint64(n)]
     return flat.reshape(index.shape).astype(np.int64)
 
 

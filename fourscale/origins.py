@@ -40,7 +40,7 @@ def config_of(run: dict[str, Any], flags: TrainConfig) -> TrainConfig:
     table |= {name: tuple(value) for name, value in table.items() if isinstance(value, list)}  # of repeated flags
     table["model"] = model_from_dict(table["model"])
     table = {k: v for k, v in rundir.BEFORE.items() if k not in table} | table
-    launch = ("grad_accum", "stop_after", "config", "resume_step", "branch_from", "expect_world_size")
+    launch = ("grad_accum", "stop_after", "config", "resume_step", "branch_from", "expect_world_size", "profile")
     here = {k: getattr(flags, k) for k in ("ckpt_dir", "resume", "branch_from", "init_from")}
     return TrainConfig(**(table | dict.fromkeys(launch) | here))
 

@@ -251,6 +251,7 @@ def compile_blocks(model: GPT, topology: Topology, local_bsz: int) -> tuple[bool
         return False, f"note: --compile: not on rank {rank} ({first}); training goes on uncompiled"
     for block in model.blocks:
         block.train_forward = torch.compile(block.train_forward, dynamic=False)  # one graph for all blocks
+    model.softmax_gradient = torch.compile(model.softmax_gradient, dynamic=False)
     return True, f"compiled a block in {time.monotonic() - started:.1f} s"
 
 
@@ -276,7 +277,7 @@ def warm_up(model: nn.Module, topology: Topology, local_bsz: int, ctx: int) -> f
     idx = torch.zeros(local_bsz, ctx, dtype=torch.int64, device=topology.device)
     with topology.autocast():
         loss = model(idx, idx)
-    loss.sum().backward()
+    loss.backward()
     model.zero_grad(set_to_none=True)
     return time.monotonic() - started
 
@@ -309,7 +310,7 @@ def wrap(model: GPT, topology: Topology) -> nn.Module:
     # bucket: unless that is behind us, the first update after a resume differs from the one of a run not interrupted.
     token = torch.zeros(1, 1, dtype=torch.int64, device=topology.device)
     with torch.compiler.set_stance("force_eager"):
-        wrapped(token, token).sum().backward()
+        wrapped(token, token).backward()
     model.zero_grad(set_to_none=True)
     return wrapped
 

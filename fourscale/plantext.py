@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fourscale import __version__, budget, costs
+from fourscale import __version__, budget, costs, scaling
 from fourscale.budget import CARDS, Plan, flops_per_token
 from fourscale.cli import flag
 from fourscale.config import TrainConfig
@@ -18,6 +18,7 @@ from fourscale.costs import Layout
 
 MIB, GIB = 2**20, 2**30
 HOFFMANN = "Hoffmann et al. 2022"
+LINKS = ("link_gbyte_s", "node_gbit_s")
 SHRINKS = ("weights", "gradients", "optimizer")  # with the ranks that share a copy
 
 
@@ -112,7 +113,7 @@ def lines(facts: Facts) -> list[str]:
         f"fourscale {__version__} plan | {shape} | {m.world:,} x {m.card or m.device_type}, {facts.cfg.parallel}, "
         f"{m.dtype}"
     ]
-    for part in (_run, _flops, _memory, _disk, _wire, _time, _scaling, _known):
+    for part in (_run, _flops, _memory, _disk, _wire, _time, _more_gpus, _scaling, _known):
         out += ["", *part(facts)]
     return [line.rstrip() for line in [*out, "", "Start it with", command(facts)]]
 
@@ -180,7 +181,7 @@ def _flops(facts: Facts) -> list[str]:
         row("  exact count", again, "a block's forward twice but for its last product, the head's once"),
     ]
     if cfg.optimizer == "muon":
-        share = budget.muon_flops(cfg.model) / facts.plan.tokens_per_update
+        share = budget.muon_flops(cfg.model, cfg.muon_dtype) / facts.plan.tokens_per_update
         out.append(row("muon", share, f"orthogonalising, on top: {100 * share / n:.1f}% of 6 N D"))
     return out
 
@@ -389,6 +390,18 @@ def _peak(facts: Facts) -> str:
     return f"unknown for {m.card} in {m.dtype}{other}; --peak-tflops tells it"
 
 
+def _more_gpus(facts: Facts) -> list[str]:
+    """What a model of the links says of the run on more GPUs."""
+    cfg, m, (rate, source) = facts.cfg, facts.machine, facts.rate()
+    if m.device_type != "cuda" or rate is None:
+        return ["On more GPUs: unknown for this device; --gpu NAME or --expect-tokens-per-s with --device cuda tells"]
+    links = scaling.Links(cfg.link_gbyte_s, cfg.node_gbit_s, m.node if m.world > 1 else scaling.Links.node)
+    each = rate * flops_per_token(cfg.model) / m.world
+    memory = CARDS[m.card].memory[-1] if m.card is not None else None
+    out = [f"On more GPUs (modelled: speed over as many times one GPU's, %; {source})"]
+    return out + scaling.table({f"{m.world:,} now": cfg}, links, each, memory)
+
+
 def _scaling(facts: Facts) -> list[str]:
     """The run at three and ten times the model, where tokens grow with it."""
     plan, (rate, _) = facts.plan, facts.rate()
@@ -431,7 +444,7 @@ def _power(x: float) -> str:
 def command(facts: Facts) -> str:
     """The command line that starts the run: this one, without what only plans."""
     cfg, m = facts.cfg, facts.machine
-    valued = {flag(name) for name in ("measure", "gpu", "expect_mfu", "expect_tokens_per_s")}
+    valued = {flag(name) for name in ("measure", "gpu", "expect_mfu", "expect_tokens_per_s", *LINKS)}
     kept, words = [], iter(sys.argv[1:])
     for word in words:
         name = word.partition("=")[0].replace("_", "-")

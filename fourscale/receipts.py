@@ -99,7 +99,7 @@ def contract(run: dict[str, Any]) -> Iterator[Finding]:
         yield "note", "budget", arithmetic
     else:
         yield "FAIL", "budget", f"{arithmetic}; that does not add up: run.json was changed by hand, restore it"
-    yield "note", "optimizer", f"{t.pop('optimizer')}, {take('weight_decay', 'beta1', 'beta2', 'clip')}"
+    yield "note", "optimizer", f"{t.pop('optimizer')}, {take('weight_decay', 'beta1', 'beta2', 'clip', 'muon_dtype')}"
     yield "note", "schedule", f"{t.pop('schedule')}, {take('lr', 'min_lr', 'warmup', 'decay_fraction')}"
     yield "note", "precision", t.pop("dtype")
     if "skip_spikes" in t:

@@ -80,6 +80,7 @@ class _TrainingRequired(TypedDict):
 
 class Training(_TrainingRequired, total=False):
     decay_fraction: float
+    muon_dtype: str
     skip_spikes: float
     skip_limit: int
 

@@ -185,7 +185,7 @@ def load_tokenizer(ckpt: Checkpoint) -> Tokenizer:
 CONTRACT = ("model", "tokenizer", "data", "training")  # tables of run.json that a resume may not change
 LENGTH = {"updates", "token_budget"}  # of `training`: a resume may change these where no past rate depends on them
 # What a run from before a field of `training` was added had been doing.
-BEFORE: dict[str, Any] = {"skip_spikes": 0.0, "skip_limit": 10}
+BEFORE: dict[str, Any] = {"skip_spikes": 0.0, "skip_limit": 10, "muon_dtype": "fp32"}
 # Fields of an attempt that are no part of the experiment: a resume may change them, and says so.
 LAUNCH = (
     *("world_size", "parallel", "shard_size", "local_bsz", "grad_accum", "grad_sync", "act_ckpt", "compile"),

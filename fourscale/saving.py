@@ -10,7 +10,9 @@ import contextlib
 import math
 import os
 import shutil
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +53,8 @@ class Saver:
         self.run_dir, self.topology = run_dir, run_dir.topology
         self.keep, self.keep_every, self.max_failures = keep, keep_every, max_failures
         self._mode = async_ckpt
-        self._stager, self._staged = checkpoint.stager(self.topology.device), False
+        self._stager, self._reserved = checkpoint.stager(self.topology.device), False
+        self._reserving: threading.Thread | None = None
         self._flight: _Flight | None = None
         self._failures, self._fault = 0, ""
         self.saved: int | None
@@ -137,6 +140,26 @@ class Saver:
                 ]
         return []
 
+    def reserve(self, tensors: Callable[[], dict[str, Tensor]]) -> None:
+        """Take the memory for copies of `tensors()`, once, in a thread: the first save then waits for no new pages.
+
+        To be called after an update, when activations have got theirs, by a run that saves on its way. Collective.
+        """
+        if self._mode == "off" or self._reserved:
+            return
+        mine = checkpoint.share(tensors(), self.topology.rank, self.topology.world_size)
+        self._take(mine)
+        if self._mode != "off":
+            args = (self._stager, mine, self.topology.device)
+            self._reserving = threading.Thread(target=checkpoint.touch, args=args, name="reserve", daemon=True)
+            self._reserving.start()
+
+    def _take(self, mine: dict[str, Tensor]) -> None:
+        """Settle whether there is memory for copies of `mine`, which is kept from then on."""
+        self._reserved = True
+        for note in self._decide(mine):
+            self._say(f"note: {note}")
+
     def begin(self, tensors: dict[str, Tensor], step: dict[str, Any]) -> None:
         """Save `tensors` (any rank's plain tensors are whole, DTensors are shards) as step_N, N being step["update"].
 
@@ -151,16 +174,17 @@ class Saver:
         directory = self.run_dir.path / f"step_{update}.tmp-{self.run_dir.attempt}"
         started = time.monotonic()
         mine = checkpoint.share(tensors, topology.rank, topology.world_size)
-        if self._mode != "off" and not self._staged:  # the first copy: its memory is kept for the next
-            for note in self._decide(mine):
-                self._say(f"note: {note}")
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        if self._mode != "off" and not self._reserved:
+            self._take(mine)
         broken, fault, staged = checkpoint.non_finite(mine), None, mine
         if self._mode != "off" and broken is None:
             try:
                 staged = self._stager.stage(mine)
             except (RuntimeError, MemoryError) as e:
                 fault = f"rank {topology.rank} has no memory for a copy ({checkpoint.cause(e)})"
-            self._staged = True
         parts = topology.gather((broken, fault, checkpoint.bytes_on_disk(mine)))
         if names := [b for b, _, _ in parts if b]:
             raise RunFailed(

@@ -240,6 +240,8 @@ class TokenStream:
         """int64 [B, length]: windows of ids from `starts`, int64 [B]. Raises as `read`, and InputError (naming the
         shard and the position in it) for an id outside the vocabulary."""
         out = np.empty((len(starts), length), np.int64)
+        if len(starts) > 1:
+            self._announce(starts, length)
         for row, start in zip(out, starts, strict=True):
             self._read_into(row, int(start))
         if out.size and out.max() >= self.vocab_size:
@@ -251,6 +253,20 @@ class TokenStream:
                 f"{self.vocab_size}; the shard was changed or belongs to another tokenizer: see check.py data"
             )
         return out
+
+    def _announce(self, starts: np.ndarray, length: int) -> None:
+        """Let the disk look for all windows at once: read one after the other, each would wait for it alone."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        size = length * self.dtype.itemsize
+        for start, index in zip(
+            starts.tolist(), np.searchsorted(self._ends, starts, side="right").tolist(), strict=True
+        ):
+            if index < len(self.shards):
+                shard = self.shards[index]
+                with self._opened(shard.path) as fd, contextlib.suppress(OSError):
+                    offset = shard.offset + (start - shard.start) * self.dtype.itemsize
+                    os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def _read_into(self, out: np.ndarray, start: int) -> None:
         count = len(out)

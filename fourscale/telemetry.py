@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from fourscale import cli
 from fourscale.cli import RunFailed, say
 from fourscale.metrics import Rows, each_row
 from fourscale.parallel import Topology
+
+if TYPE_CHECKING:
+    from fourscale.profiling import Profiler
 
 LOWEST_EXCESS, HIGHEST_EXCESS = -0.75, 2.0  # nats that the loss of random weights may lie from ln(vocabulary)
 
@@ -203,6 +206,7 @@ class Meter:
         self.started, self._tokens_before = time.monotonic(), 0
         self._off: Counter[str] = Counter()  # seconds of evaluation and saving that no row has told yet
         self._bar: tqdm | None = None
+        self.profiler: Profiler | None = None  # of --profile; it slows updates, whose rows say so
         self._file = Rows(path / "metrics.jsonl", event, assert_writer)
 
     @property
@@ -222,12 +226,21 @@ class Meter:
             cli.aside = tqdm.external_write_mode
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Take the bar away, and write a profile that the run has ended in."""
+        if self.profiler is not None:
+            self.profiler.end()
         if self._bar is not None:
             self._bar.close()
             self._bar, cli.aside = None, contextlib.nullcontext
 
-    def instant(self) -> float | torch.cuda.Event:
+    def phase(self, name: str) -> None:
+        """Here a phase of the loop begins, a key of traces.PHASES: only a profile takes note."""
+        if self.profiler is not None:
+            self.profiler.mark(name)
+
+    def instant(self, phase: str) -> float | torch.cuda.Event:
+        """Now on the device's clock, where `phase` begins."""
+        self.phase(phase)
         return instant(self.topology.device)
 
     @contextlib.contextmanager
@@ -235,7 +248,9 @@ class Meter:
         """Evaluation ("eval") and saving don't count as training time; updates in flight do, and are awaited first."""
         self._settle()
         before = time.monotonic()
+        self.phase(what)
         yield
+        self.phase("rest")
         now = time.monotonic()
         self._off[what] += now - before
         self.started += now - max(before, self.started)  # a flush in between has begun a new interval
@@ -286,6 +301,9 @@ class Meter:
         seconds, self.started = now - self.started, now
         ms = 1e3 * seconds / len(rows)
         off, self._off = self._off, Counter()
+        profiled = self.profiler is not None and self.profiler.touched
+        if profiled:
+            self.profiler.touched = False
         rate = sum(p.count for p in rows) / seconds
         mfu = rate * self.flops_per_token / (self.peak * self.topology.world_size) if self.peak else None
         dropped = [i for i, skip in enumerate(skips) if skip]
@@ -322,6 +340,7 @@ class Meter:
                 "device_hours": round(self.spent.device_hours + hours, 6),
                 **({"cost": round(self.spent.cost + self.price * hours, 6)} if self.price is not None else {}),
                 **({"peak_memory": memory} if memory else {}),
+                **({"profiled": True} if profiled else {}),
                 **progress(p.epochs),
                 "applied": p.update - self.skipped,
                 "skipped": self.skipped,
@@ -336,7 +355,7 @@ class Meter:
         newest = rows[-1]
         share = f"{100 * mfu:.1f}%" if mfu is not None else "n/a"
         eta = clock((self.updates - newest.update) * ms / 1e3)
-        note = f" | {self.skipped} skipped" if self.skipped else ""
+        note = (f" | {self.skipped} skipped" if self.skipped else "") + (" | profiled" if profiled else "")
         return (
             f"step {newest.update} | loss {losses[-1]:.4f} | gnorm {norms[-1]:.2f} | lr {newest.lr:.2e} | "
             f"{ms:.1f} ms/step | {rate:,.0f} tok/s | mfu {share} | eta {eta}{note}"

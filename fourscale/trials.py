@@ -46,6 +46,7 @@ QUIET: dict[str, Any] = {
     "target_loss": None,
     "stop_when": (),
     "tracker": (),
+    "profile": None,
     "progress": False,
     "sample_tokens": 0,
 }

@@ -21,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fourscale import budget, costs, optim, parallel
+from fourscale import budget, costs, muon, optim, parallel
 from fourscale.cli import parse
 from fourscale.config import TrainConfig
 from fourscale.model import GPT
@@ -32,7 +32,7 @@ SHAPE = ("--d-model", "96", "--n-layers", "3", "--n-heads", "4", "--ctx", "64", 
 
 def held(tensors: list[Tensor]) -> int:
     """Bytes of the memory behind this rank's parts of tensors, each once, the padding of shards included."""
-    behind = (optim.local(t).untyped_storage() for t in tensors)
+    behind = (muon.local(t).untyped_storage() for t in tensors)
     return sum({s.data_ptr(): s.nbytes() for s in behind if s.nbytes()}.values())
 
 
@@ -46,7 +46,7 @@ def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], cfg: Train
     ids = torch.randint(0, cfg.model.vocab_size, (cfg.grad_accum, cfg.local_bsz, cfg.model.ctx))
     model.zero_grad(set_to_none=True)
     for m in range(cfg.grad_accum):
-        places = {optim.local(g).untyped_storage().data_ptr() for g in gradients(model)}
+        places = {muon.local(g).untyped_storage().data_ptr() for g in gradients(model)}
         with parallel.accumulate(model, m == cfg.grad_accum - 1, topology, cfg.grad_sync):
             with topology.autocast():
                 sums = model(ids[m], ids[m])
@@ -102,7 +102,7 @@ def cell(flags: list[str], world: int = 1, rank: int = 0) -> dict[str, Any]:
         places = update(model, optimizers, cfg, topology)
     state = [t for o in optimizers for s in o.state.values() for t in s.values()]
     found = {"weights": held(list(raw.parameters())), "gradients": held(gradients(raw)), "optimizer": held(state)}
-    last = {optim.local(g).untyped_storage().data_ptr() for g in gradients(raw)}
+    last = {muon.local(g).untyped_storage().data_ptr() for g in gradients(raw)}
     found["moved"] = cfg.grad_accum > 1 and not places & last
     layout = costs.Layout(cfg.parallel, world, shards)
     if cfg.grad_accum == 1:  # the tracker wants each module called once

@@ -178,6 +178,7 @@ def test_the_last_line_starts_the_run(plan, argv, launch):
         ("--shard-size 2 --expect-world-size 4", "--shard-size 2: goes with --parallel hsdp"),
         ("--parallel hsdp --shard-size 3 --expect-world-size 8", "--shard-size 3: 8 ranks are not a multiple"),
         ("--optimizer muon --dtype fp16", "--dtype fp16: .*adamw"),
+        ("--muon-dtype bf16", "--muon-dtype bf16: .*--optimizer muon"),
         ("--d-model 100 --n-heads 3", "--n-heads 3 does not divide"),
         ("--gpu H100 --device cpu", "--gpu H100 and --device cpu: .*leave one out"),
         ("--gpu H100 --device mps", "--gpu H100 and --device mps: .*leave one out"),
@@ -322,6 +323,8 @@ def compare(cell: dict, off: float) -> None:
         "--dropout 0.1 --act-ckpt selective",
         "--vocab-size 300 --d-model 192 --n-layers 5 --no-tie",
         "--doc-mask --eot-id 3",
+        "--vocab-size 20011 --local-bsz 32",  # logits in chunks
+        "--vocab-size 20011 --local-bsz 32 --dtype bf16 --no-tie --arch modern",
     ],
 )
 def test_memory_of_one_rank(flags):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -136,6 +137,23 @@ def test_nothing_that_is_not_finite_is_saved(opened, tmp_path, mode):
     with pytest.raises(RunFailed, match=r"step_2: model.b is not finite, not saved; the older checkpoints are intact"):
         save(saver, 2, tensors=bad)
     assert names(tmp_path / "ckpt") == ["step_1"]
+
+
+def test_a_save_waits_for_no_new_pages_once_they_are_reserved(opened, tmp_path):
+    large = {"model.w": torch.ones(64, 2**18)}  # 64 MiB: 16,384 pages
+    faults = []
+    for reserved in (False, True):
+        _, saver, _ = opened(async_ckpt="on")
+        if reserved:
+            saver.reserve(lambda: large)
+            saver._reserving.join()
+            saver.reserve(lambda: pytest.fail("it takes the memory once"))
+        large["model.w"].fill_(2 + reserved)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        staged = saver._stager.stage(large)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        assert staged["model.w"].min() == 2 + reserved
+    assert faults[0] > 20 * faults[1], faults
 
 
 def test_a_closed_directory_is_free_and_holds_no_trace(opened, tmp_path):
