@@ -178,6 +178,7 @@ def train(
         source.fill(dict(raw.named_parameters()), topology.publish_group)
         say(f"weights of {source.path}")
 
+    parallel.return_large_blocks(topology, 4 * cfg.local_bsz * ctx * cfg.model.d_model)
     model = parallel.build(raw, set_weights, topology)
     if compiled:
         told += f", the rest in {parallel.warm_up(model, topology, cfg.local_bsz, ctx):.1f} s, apart from ms/step"

@@ -77,7 +77,9 @@ def run(argv: Sequence[str | Path], env: dict[str, str] | None = None) -> str:
     # Every core is one process's unless a section says otherwise: torchrun would leave each rank one thread.
     out = subprocess.run([str(a) for a in argv], env=os.environ | (env or {}), capture_output=True, text=True)
     if out.returncode:
-        last = (out.stderr.strip() or out.stdout.strip() or "no word").splitlines()[-1]
+        lines = (out.stderr.strip() or out.stdout.strip() or "no word").splitlines()
+        # torchrun's own lines come last, and say less than the rank that failed.
+        last = next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
         raise RunFailed(f"bench.py: {shlex.join(str(a) for a in argv[:3])} ... ended with {out.returncode}: {last}")
     return out.stdout
 

@@ -322,3 +322,27 @@ if __name__ == "__main__":
     if here.main:
         print("result:", json.dumps(results), flush=True)
     parallel.stop(here)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_freed_memory_of_a_large_model_goes_back():
+    program = """
+import types, torch
+from fourscale import parallel
+def resident(residual_bytes):
+    parallel.return_large_blocks(types.SimpleNamespace(device=torch.device("cpu")), residual_bytes)
+    blocks = [torch.ones(6 << 20, dtype=torch.uint8) for _ in range(17)]
+    del blocks[:-1]  # the last one keeps the heap from being cut
+    return 4096 * int(open("/proc/self/statm").read().split()[1])
+del [torch.ones(31 << 20, dtype=torch.uint8)][:]  # from now on glibc keeps what is smaller
+print(resident(1 << 20) - resident(64 << 20) >> 20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 60, done.stdout
