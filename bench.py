@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -49,6 +50,7 @@ from fourscale.measuring import (
 def main() -> None:
     cfg = parse(BenchConfig)
     cfg.check()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it has started, and takes the scratch away
     results: dict[str, Any] = {"format": 1, **provenance(cfg), "sections": {}}
     for name in cfg.sections():
         say(f"---- {name} ----")

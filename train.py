@@ -352,7 +352,7 @@ def train(
             say(f"note: step 1: {fault}")
         val_loss = (held_out or {}).get("val_loss")
         best = cfg.save_best and val_loss is not None and (saver.best is None or val_loss < saver.best[1])
-        if cfg.ckpt_every or cfg.ckpt_minutes:
+        if cfg.ckpt_minutes or 0 < cfg.ckpt_every < stop_at:
             saver.reserve(tensors)
         if (cfg.ckpt_every and done % cfg.ckpt_every == 0) or late or best:
             save()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The figures that need a GPU, in one go of about six minutes: training 124M against the plain loop, 1.3B, memory, and a
-# profile. One card of 80 GB or more.
+# The figures that need a GPU, in one go of about six minutes: training 124M against the plain loop, 1.3B, and memory.
+# One card of 80 GB or more.
 #
 #   bench/gpu.sh                            # JSON files and tables in bench/, named after the card
 #   OUT=/tmp/figures bench/gpu.sh           # elsewhere
@@ -23,7 +23,7 @@ part() { # part NAME SECONDS FLAGS OF bench.py
   local name=$1 limit=$2
   shift 2
   echo "==== $name, at most $limit s"
-  timeout "$limit" "$PYTHON" bench.py --json "$OUT/$card-$name.json" --device cuda --compile "$@" "${extra[@]}" || {
+  timeout -k 20 "$limit" "$PYTHON" bench.py --json "$OUT/$card-$name.json" --device cuda --compile "$@" "${extra[@]}" || {
     echo "note: $name ended with $?; the other parts go on"
     failed=1
   }

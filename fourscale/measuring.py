@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -35,9 +36,10 @@ def provenance(cfg: BenchConfig) -> dict[str, Any]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    if commit.returncode == 0:
-        versions["commit"] = commit.stdout.strip()
+    with contextlib.suppress(OSError):
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+        if commit.returncode == 0:
+            versions["commit"] = commit.stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "bench.py", *sys.argv[1:]]),
@@ -79,7 +81,11 @@ def run(argv: Sequence[str | Path], env: dict[str, str] | None = None) -> str:
     if out.returncode:
         lines = (out.stderr.strip() or out.stdout.strip() or "no word").splitlines()
         # torchrun's own lines come last, and say less than the rank that failed.
-        last = next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
+        raised = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
+        telling = [line for line in lines if line.startswith("error: ")] or [
+            line for line in lines if raised.match(line)
+        ]
+        last = (telling or lines)[-1].removeprefix("error: ")
         raise RunFailed(f"bench.py: {shlex.join(str(a) for a in argv[:3])} ... ended with {out.returncode}: {last}")
     return out.stdout
 

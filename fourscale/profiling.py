@@ -161,8 +161,8 @@ class Profiler:
             write_json(self.directory / "profile.json", figures)
             replace(self.directory / "table.txt", "\n".join(text) + "\n")
             say("\n".join([*text, f"profile: {trace_file} (chrome://tracing, ui.perfetto.dev), table.txt beside it"]))
-        except (OSError, RuntimeError, ValueError) as e:
-            why = f"{e.filename}: {e.strerror.lower()}" if isinstance(e, OSError) and e.strerror else str(e)
+        except Exception as e:  # a trace of another torch may look otherwise; no run is to end for a profile
+            why = f"{e.filename}: {e.strerror.lower()}" if isinstance(e, OSError) and e.strerror else str(e) or repr(e)
             say(f"note: --profile: {self.directory} could not be written ({why.splitlines()[0]}); training goes on")
         finally:
             with contextlib.suppress(OSError):

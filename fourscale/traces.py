@@ -121,6 +121,8 @@ def _on_device(
     wire, busy, cursor = [], [], began
     for e in sorted(kernels, key=lambda e: e["ts"]):
         first, last = max(e["ts"], began), e["ts"] + e["dur"]
+        if last <= began:
+            continue
         if e["name"].startswith("nccl"):
             wire.append((first, last))
             continue
