@@ -26,14 +26,9 @@ from fourscale.cli import parse
 from fourscale.config import TrainConfig
 from fourscale.model import GPT
 from fourscale.parallel import Topology
+from fourscale.statebytes import held
 
 SHAPE = ("--d-model", "96", "--n-layers", "3", "--n-heads", "4", "--ctx", "64", "--vocab-size", "1001", "--steps", "9")
-
-
-def held(tensors: list[Tensor]) -> int:
-    """Bytes of the memory behind this rank's parts of tensors, each once, the padding of shards included."""
-    behind = (muon.local(t).untyped_storage() for t in tensors)
-    return sum({s.data_ptr(): s.nbytes() for s in behind if s.nbytes()}.values())
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
