@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import signal
 import statistics
 import sys
@@ -26,12 +27,12 @@ from fourscale import overheads, scaling
 from fourscale.budget import CARDS
 from fourscale.cli import RunFailed, door, parse, say
 from fourscale.config import TrainConfig
-from fourscale.flags import BenchConfig
 from fourscale.measuring import (
     GPT2,
     MEDIUM,
     ROOT,
     SMALL,
+    BenchConfig,
     alternate,
     gpu_names,
     launcher,
@@ -108,7 +109,7 @@ def split(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     """train.py on two ranks of one thread over one rank of two threads, for the same updates: the ratio of tokens/s."""
     one = Pair(cfg, scratch, SMALL if cfg.quick else MEDIUM, "fp32", "fp32", "cpu")
     two = Pair(cfg, scratch, SMALL if cfg.quick else MEDIUM, "fp32", "fp32", "cpu")
-    two.ranks, two.batch = 2, {"ours": one.batch["ours"] // 2}
+    one.env, two.ranks, two.batch = {"OMP_NUM_THREADS": "2"}, 2, {"ours": one.batch["ours"] // 2}
     rounds = [r for _, r in alternate(min(3, one.rounds), {"one": one.ours, "two": two.ours})]
     ratio = spread([r["two"] / r["one"] for r in rounds])
     say(f"two ranks of one thread over one of two, fp32: {ratio['median']:.3f}")
@@ -127,9 +128,9 @@ class Pair:
         small = what["d_model"] < 256
         self.updates = cfg.updates or (4 if cfg.quick else 200 if small else 12)
         self.every = max(1, self.updates // 4)
-        self.rounds = cfg.rounds or (1 if cfg.quick else 7 if small else 2 if device == "cuda" else 5)
+        self.rounds = cfg.rounds or (1 if cfg.quick else 5 if small else 2 if device == "cuda" else 3)
         self.batch = dict.fromkeys(("ours", "plain"), what["local_bsz"])
-        self.ranks = cfg.ranks or 1
+        self.ranks, self.env = cfg.ranks or 1, {}
         self.losses: dict[str, list[float]] = {}
         self.mfu: list[float] = []
         self.tried: dict[str, dict[int, float | None]] = {"ours": {}, "plain": {}}
@@ -141,8 +142,9 @@ class Pair:
         flags = self.what | {"local_bsz": self.batch["ours"], "grad_accum": cfg.grad_accum, "lr": 1e-3, "warmup": 1}
         flags |= {"steps": self.updates + every, "data": self.data, "data_dtype": "uint16", "dtype": self.dtype}
         flags |= {"device": self.device, "compile": cfg.compile, "act_ckpt": cfg.act_ckpt, "parallel": cfg.parallel}
-        flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": every}
-        rows = train(self.scratch / f"ours-{len(list(self.scratch.iterdir()))}", flags, self.ranks)
+        flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": every, "async_ckpt": "off"}
+        rows = train(self.scratch / "ours", flags, self.ranks, self.env)
+        shutil.rmtree(self.scratch / "ours")  # the final checkpoint of 1.3B takes 15 GiB
         self.losses["ours"] = [r["loss"] for r in rows]
         self.mfu += [r["mfu"] for r in rows[2 * every - 1 :] if r.get("mfu")]
         # The rows of an interval share its pace; the first interval is warm-up.
@@ -324,7 +326,9 @@ def section_memory(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
         def ours(i: int, dtype: str = dtype) -> float:
             flags = {"steps": n, "data": data, "data_dtype": "uint16", "dtype": dtype, "act_ckpt": cfg.act_ckpt}
             flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": n, "compile": cfg.compile}
-            return train(scratch / f"{dtype}-{i}", same | flags)[-1]["peak_memory"] / 2**20
+            row = train(scratch / "ours", same | flags | {"async_ckpt": "off"})[-1]
+            shutil.rmtree(scratch / "ours")
+            return row["peak_memory"] / 2**20
 
         def theirs(i: int, dtype: str = dtype) -> float:
             flags = {"updates": n, "log_every": n, "data": str(data / "train.bin"), "dtype": dtype}

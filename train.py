@@ -301,7 +301,8 @@ def train(
             with damage_on_record():
                 verification.refuse()
         if saver.in_flight and ready == world:
-            saver.finish()
+            with meter.off_the_clock("save"):
+                saver.finish()
         if asked:
             stopped_by = stop_request.name or "a signal to another rank"
             break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Annotated, Literal
 import tyro
 
 from fourscale.cli import Count, InputError, MaybeCount, MaybeFloat, MaybeText, Repeated, Texts, derived, flag
-from fourscale.config import ModelConfig
 
 VERDICTS = ("healthy", "stalled", "diverging", "suspicious", "undecided")
 
@@ -457,68 +455,3 @@ def _check_dirs(word: str, dirs: tuple[str, ...], json: Path | None) -> None:
         raise InputError(f"check.py {word}: name what to check, as in python check.py {word} ./ckpt")
     if json is not None and not json.resolve().parent.is_dir():
         raise InputError(f"--json {json}: no such directory to write to; make it first")
-
-
-SECTIONS = ("train", "memory", "loader", "checkpoint", "sample", "prepare", "startup", "scaling", "learn")
-
-
-@dataclass
-class BenchConfig:
-    """Measure speed and memory against a plain loop, in alternation: the figures that the README quotes."""
-
-    what: Texts = ("train",)
-    """train, memory, loader, checkpoint, sample, prepare, startup, scaling, learn, or all; several by commas"""
-    json: Path | None = None
-    """also write the figures to this file, with hardware, versions and command"""
-
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    local_bsz: MaybeCount = None
-    """windows per rank and micro-batch"""
-    grad_accum: Count = 1
-    """micro-batches per update"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one"""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """of both sides (auto: bf16 on cuda, on a CPU what the section compares)"""
-    compile: bool = False
-    """torch.compile: ours block by block, the plain loop's whole model"""
-    act_ckpt: Literal["none", "block", "selective"] = "none"
-    """activation checkpointing of ours"""
-    ranks: MaybeCount = None
-    """processes under torchrun (default: what the section compares)"""
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """of several ranks"""
-    alone: bool = False
-    """train: ours without the plain loop, as for a model that it can't hold"""
-
-    text: MaybeText = None
-    """learn: a text file to learn, by characters (default: Python's standard library)"""
-    seeds: Annotated[tuple[Count, ...], tyro.conf.arg(help_behavior_hint="")] = (0, 1, 2)
-    """learn: of weights and order, a run of each side for each; others than those that the recipes were tuned on"""
-    rounds: MaybeCount = None
-    """alternations of the two sides; medians of their ratios are told (default: the section's own)"""
-    updates: MaybeCount = None
-    """updates a round that are measured, after as many as it takes to be warm (default: the section's own)"""
-    quick: bool = False
-    """small shapes and one round: shows that everything works, figures mean nothing"""
-    scratch: Path | None = None
-    """directory for data and runs, gone afterwards (default: the system's temporary one); the disk that is measured"""
-
-    def check(self) -> None:
-        """Raise InputError, naming the flag, where the values are impossible."""
-        if unknown := [name for name in self.sections() if name not in SECTIONS]:
-            raise InputError(f"--what {unknown[0]}: the sections are {', '.join(SECTIONS)}, or all")
-        for name in ("local_bsz", "grad_accum", "ranks", "rounds", "updates"):
-            if getattr(self, name) == 0:
-                raise InputError(f"{flag(name)} 0: must be at least 1")
-        for name in ("json", "scratch"):
-            path = getattr(self, name)
-            if path is not None and not path.resolve().parent.is_dir():
-                raise InputError(f"{flag(name)} {path}: no such directory to write to; make it first")
-        if self.text is not None and not Path(self.text).is_file():
-            raise InputError(f"--text {self.text}: no such file; name a text of a megabyte or more")
-
-    def sections(self) -> list[str]:
-        """The sections of --what, in order."""
-        names = [name.strip() for text in self.what for name in text.split(",")]
-        return list(SECTIONS) if names == ["all"] else names

@@ -4,6 +4,7 @@ and what hardware and versions it was. Imports no torch."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -15,19 +16,86 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from fourscale import __version__
-from fourscale.cli import RunFailed, say
-from fourscale.flags import BenchConfig
+from fourscale.cli import Count, InputError, MaybeCount, MaybeText, RunFailed, Texts, flag, say
+from fourscale.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = ("train", "memory", "loader", "checkpoint", "sample", "prepare", "startup", "scaling", "learn")
 PACKAGES = ("torch", "numpy", "tiktoken", "tokenizers", "datasets", "transformers")
-# Shapes that sections measure where no flag names one: width, layers, heads, context, ids, windows a micro-batch.
+# Shapes that sections measure where no flag names one: width, layers, heads, context, ids, windows a micro-batch. Those
+# of GPT-2 are padded as nanoGPT has them, so that neither side has to cut the padding off.
 SMALL = {"d_model": 128, "n_layers": 4, "n_heads": 4, "ctx": 64, "vocab_size": 65, "local_bsz": 12}
 MEDIUM = {"d_model": 384, "n_layers": 6, "n_heads": 6, "ctx": 256, "vocab_size": 65, "local_bsz": 8}
-GPT2 = {"d_model": 768, "n_layers": 12, "n_heads": 12, "ctx": 1024, "vocab_size": 50_257, "local_bsz": 4}
+GPT2 = {"d_model": 768, "n_layers": 12, "n_heads": 12, "ctx": 1024, "vocab_size": 50_304, "local_bsz": 4}
+
+
+@dataclass
+class BenchConfig:
+    """Measure speed and memory against a plain loop, in alternation: the figures that the README quotes."""
+
+    what: Texts = ("train",)
+    """train, memory, loader, checkpoint, sample, prepare, startup, scaling, learn, or all; several by commas"""
+    json: Path | None = None
+    """also write the figures to this file, with hardware, versions and command"""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    local_bsz: MaybeCount = None
+    """windows per rank and micro-batch"""
+    grad_accum: Count = 1
+    """micro-batches per update"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """of both sides (auto: bf16 on cuda, on a CPU what the section compares)"""
+    compile: bool = False
+    """torch.compile: ours block by block, the plain loop's whole model"""
+    act_ckpt: Literal["none", "block", "selective"] = "none"
+    """activation checkpointing of ours"""
+    ranks: MaybeCount = None
+    """processes under torchrun (default: what the section compares)"""
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """of several ranks"""
+    alone: bool = False
+    """train: ours without the plain loop, as for a model that it can't hold"""
+
+    text: MaybeText = None
+    """learn: a text file to learn, by characters (default: Python's standard library)"""
+    seeds: Annotated[tuple[Count, ...], tyro.conf.arg(help_behavior_hint="")] = (0, 1, 2)
+    """learn: of weights and order, a run of each side for each; others than those that the recipes were tuned on"""
+    rounds: MaybeCount = None
+    """alternations of the two sides; medians of their ratios are told (default: the section's own)"""
+    updates: MaybeCount = None
+    """updates a round that are measured, after as many as it takes to be warm (default: the section's own)"""
+    quick: bool = False
+    """small shapes and one round: shows that everything works, figures mean nothing"""
+    scratch: Path | None = None
+    """directory for data and runs, gone afterwards (default: the system's temporary one); the disk that is measured"""
+
+    def check(self) -> None:
+        """Raise InputError, naming the flag, where the values are impossible."""
+        if unknown := [name for name in self.sections() if name not in SECTIONS]:
+            raise InputError(f"--what {unknown[0]}: the sections are {', '.join(SECTIONS)}, or all")
+        for name in ("local_bsz", "grad_accum", "ranks", "rounds", "updates"):
+            if getattr(self, name) == 0:
+                raise InputError(f"{flag(name)} 0: must be at least 1")
+        for name in ("json", "scratch"):
+            path = getattr(self, name)
+            if path is not None and not path.resolve().parent.is_dir():
+                raise InputError(f"{flag(name)} {path}: no such directory to write to; make it first")
+        if self.text is not None and not Path(self.text).is_file():
+            raise InputError(f"--text {self.text}: no such file; name a text of a megabyte or more")
+
+    def sections(self) -> list[str]:
+        """The sections of --what, in order."""
+        names = [name.strip() for text in self.what for name in text.split(",")]
+        return list(SECTIONS) if names == ["all"] else names
 
 
 def provenance(cfg: BenchConfig) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from fourscale import budget
 from fourscale.cli import RunFailed, say
 from fourscale.config import ModelConfig
-from fourscale.flags import BenchConfig
 from fourscale.measuring import (
     GPT2,
     MEDIUM,
     ROOT,
     SMALL,
+    BenchConfig,
     alternate,
     flags_of,
     plain,
@@ -218,7 +218,6 @@ def section_checkpoint(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
         "update_ms": spread([r["update_ms"] for r in on], 1),
         "update_beside_a_save_ms": spread([r["beside_ms"] for r in on if r["beside_ms"]] or [0.0], 1),
         "update_ratio": spread([r["beside_ms"] / r["update_ms"] for r in on if r["beside_ms"]] or [0.0]),
-        "publishing_ms": spread([ms for r in on for ms in r["publishing_ms"]] or [0.0], 1),
     }
     say(f"a checkpoint of {out['mib']:,.0f} MiB; a synchronous save holds the loop {sync:.2f} s")
     for name in ("first", "later"):
@@ -231,29 +230,31 @@ def section_checkpoint(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
 
 
 def saved(rows: Sequence[dict[str, Any]], told: str, every: int) -> dict[str, Any]:
-    """Of a run with a row an update: held_s of each save on its way, and updates beside saves and apart from them."""
+    """Of a run with a row an update: held_s of each save on its way, its copy and its publishing together; updates
+    beside saves and apart from them."""
     lines = re.findall(r"step (\d+) \| saved \S+ \(([\d.,]+) (MiB|GiB) in ([\d.]+) s\)", told)
     took = {int(n): float(s) for n, _, _, s in lines}
     size = float(lines[0][1].replace(",", "")) * (1024 if lines[0][2] == "GiB" else 1)
-    held = {r["update"] - 1: r["save_s"] for r in rows if "save_s" in r}
+    held: dict[int, float] = {}
+    for row in rows:
+        if "save_s" in row:
+            n = (row["update"] - 1) // every * every  # the save before this update
+            held[n] = held.get(n, 0.0) + row["save_s"]
     begun = {n: rows[n - 1]["elapsed_s"] for n in held}
-    beside, apart, publishing = [], [], []
+    beside, apart = [], []
     for row in rows[2:]:
-        n = (row["update"] - 1) // every * every  # the save before this update
-        start = row["elapsed_s"] - row["ms"] / 1e3
-        if n not in held or start > begun[n] + took[n]:
+        n = (row["update"] - 1) // every * every
+        ended = begun.get(n, 0.0) + took.get(n, 0.0)
+        if row["elapsed_s"] - row["ms"] / 1e3 > ended:
             apart.append(row["ms"])
-        elif row["elapsed_s"] < begun[n] + took[n]:
+        elif row["elapsed_s"] < ended:  # an update in which the save ended is neither
             beside.append(row["ms"])
-        else:
-            publishing.append(row["ms"])
     return {
         "mib": size,
         "held_s": list(held.values()),
         "mib_per_s": [size / s for n, s in took.items() if n in held and s > 0],
         "update_ms": statistics.median(apart),
         "beside_ms": statistics.median(beside) if beside else None,
-        "publishing_ms": publishing,
     }
 
 
@@ -276,12 +277,13 @@ def section_startup(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     data = random_text(scratch / "data", SMALL["vocab_size"], 100_000)
     flags = what | {"data": data, "data_dtype": "uint16", "device": "cpu", "sample_tokens": 0, "eval_every": 0}
 
-    def fresh(i: int) -> float:
-        return train(scratch / f"fresh{i}", flags | {"steps": 4, "stop_after": 2}, env=env)[0]["elapsed_s"]
+    resumed: list[float] = []
 
-    def resumed(i: int) -> float:
-        rows = train(scratch / f"fresh{i}", flags | {"steps": 4, "resume": "must"}, env=env)
-        return next(r["elapsed_s"] for r in rows if r["update"] == 3)
+    def fresh(i: int) -> float:
+        rows = train(scratch / f"fresh{i}", flags | {"steps": 4, "stop_after": 2}, env=env)
+        more = train(scratch / f"fresh{i}", flags | {"steps": 4, "resume": "must"}, env=env)
+        resumed.append(next(r["elapsed_s"] for r in more if r["update"] == 3))
+        return rows[0]["elapsed_s"]
 
     def plainly(i: int) -> float:
         told = what | {"updates": 4, "data": str(data / "train.bin")}
@@ -289,9 +291,9 @@ def section_startup(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
 
     for side in () if cfg.quick else (fresh, plainly):
         side(-1)  # writes bytecode, and brings files into memory
-    pairs = [r for _, r in alternate(times, {"plain": plainly, "fresh": fresh})]
-    for i, pair in enumerate(pairs):
-        pair["resumed"] = resumed(i)
+    resumed.clear()
+    rounds = [r for _, r in alternate(times, {"plain": plainly, "fresh": fresh})]
+    pairs = [r | {"resumed": seconds} for r, seconds in zip(rounds, resumed, strict=True)]
     for name in ("plain", "fresh", "resumed"):
         out[f"first_update_{name}_s"] = spread([p[name] for p in pairs])
     for name in ("fresh", "resumed"):

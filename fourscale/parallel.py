@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from fourscale import nodes, peers
+from fourscale import headloss, nodes, peers
 from fourscale.budget import shard_size_of
 from fourscale.cli import InputError, RunFailed, die_with_launcher, is_rank_zero
 from fourscale.model import GPT, Block
@@ -260,7 +260,7 @@ def compile_blocks(model: GPT, topology: Topology, local_bsz: int) -> tuple[bool
 
 
 def _try_block(model: GPT, topology: Topology, local_bsz: int) -> None:
-    """Compile and run one block of random weights on random input, forward and backward."""
+    """Compile and run one block of random weights on random input, forward and backward, and the loss of as many."""
     cfg, device = model.cfg, topology.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         with torch.device(device):  # not around the call: what is compiled under it serves nowhere else
@@ -270,6 +270,9 @@ def _try_block(model: GPT, topology: Topology, local_bsz: int) -> None:
         with topology.autocast():
             _, rope, mask = model.places(idx)
             torch.compile(block.train_forward, fullgraph=True, dynamic=False)(x, rope, mask).sum().backward()
+            head = torch.zeros(cfg.padded_vocab, 1, device=device)
+            compiled = torch.compile(model.softmax_gradient, dynamic=False)
+            headloss.summed_loss(x[..., :1], head, idx, cfg.vocab_size, compiled)
 
 
 def warm_up(model: nn.Module, topology: Topology, local_bsz: int, ctx: int) -> float:
