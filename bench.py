@@ -346,7 +346,8 @@ def section_memory(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
         run([*start, json.dumps(dims), "fsdp", file], {"PYTHONPATH": str(ROOT)})
         held[ranks] = max(json.loads(file.read_text()), key=lambda r: sum(r.values()))
     out["fsdp_bytes_a_rank"] = {str(k): v | {"ratio": sum(v.values()) / sum(held[1].values())} for k, v in held.items()}
-    table([["ranks", *held[1], "share of one"], *([k, *v.values()] for k, v in out["fsdp_bytes_a_rank"].items())])
+    lines = [[k, *held[int(k)].values(), f"{v['ratio']:.4f}"] for k, v in out["fsdp_bytes_a_rank"].items()]
+    table([["ranks", *held[1], "share of one"], *lines])
     return out
 
 

@@ -216,7 +216,8 @@ def alternate(rounds: int, sides: dict[str, Callable[[int], float]]) -> Iterator
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
     """Median, least and most of some rounds, and the rounds."""
     values = [round(v, digits) for v in values]
-    return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": values}
+    median = round(statistics.median(values), digits)
+    return {"median": median, "least": min(values), "most": max(values), "rounds": values}
 
 
 def table(rows: Sequence[Sequence[object]]) -> None:

@@ -281,6 +281,16 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415), elementwise.
+
+    0.5 (1 + tanh z) is sigmoid(2 z), of which compiled code makes a fraction of what a CPU's tanh costs.
+    """
+    if x.device.type == "cpu" and torch.compiler.is_compiling():
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x))
+    return F.gelu(x, approximate="tanh")
+
+
 class MLP(nn.Module):
     """GELU in its tanh form (gpt2), or SwiGLU (modern, Shazeer 2020, arXiv:2002.05202): [B, T, D] -> [B, T, D]."""
 
@@ -293,7 +303,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(gelu(self.up(x)))
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 

@@ -83,7 +83,7 @@ def test_windows_are_announced_before_the_first_is_waited_for(tmp_path, monkeypa
 def test_rows_of_a_run_are_beside_a_save_or_apart_from_it():
     rows, clock = [], 0.0
     for n in range(1, 13):
-        # Saves after 4 and 8: the copy is told by the next row, the publishing by that of the update before which it was.
+        # Saves after 4 and 8: the next row tells the copy, a later one the publishing before it.
         held = {"save_s": 0.5} if n in (5, 9) else {"save_s": 0.25} if n in (7, 11) else {}
         ms = 300.0 if n in (5, 6, 9, 10) else 100.0
         clock += ms / 1e3 + held.get("save_s", 0)

@@ -8,7 +8,7 @@ import torch
 from fourscale.budget import count_parameters
 from fourscale.cli import InputError
 from fourscale.config import ModelConfig
-from fourscale.model import GPT, IGNORE, rotary_tables
+from fourscale.model import GPT, IGNORE, gelu, rotary_tables
 from fourscale.optim import parameter_groups
 
 torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
@@ -267,3 +267,14 @@ def test_activation_checkpointing_keeps_less_and_changes_no_gradient(arch, dropo
     assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads["block"], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads["selective"], strict=True))
     assert kept["block"] < 0.7 * kept["none"], kept
+
+
+def test_gelu_as_compiled_code_has_it_is_that_of_torch():
+    x = torch.linspace(-12, 12, 4001, requires_grad=True)
+    found = {}
+    for name, f in (("ours", torch.compile(gelu, backend="aot_eager", fullgraph=True)), ("torch", gelu)):
+        y = f(x)
+        found[name] = (y.detach(), torch.autograd.grad(y.sum(), x)[0])
+    for ours, theirs in zip(found["ours"], found["torch"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-6)
+        assert not torch.equal(ours, theirs)  # two formulas, or nothing was compared
