@@ -36,4 +36,4 @@ test-slurm: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck launch/*.sh launch/*.sbatch launch/cluster.env .ci/run
+	$(BIN)/shellcheck launch/*.sh bench/*.sh launch/*.sbatch launch/cluster.env .ci/run

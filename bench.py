@@ -44,6 +44,7 @@ from fourscale.measuring import (
     spread,
     table,
     train,
+    train_unsaved,
 )
 
 
@@ -88,7 +89,8 @@ def section_train(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
         ["d, layers, ctx", "ours", "plain", "ours tok/s", "plain tok/s", "ratio", "least..most"]
     ]
     for what, dtype in cells:
-        pair = Pair(cfg, scratch, what, dtype, "bf16" if cuda else "fp32", "cuda" if cuda else "cpu")
+        plain_dtype = ("bf16" if cuda else "fp32") if cfg.dtype == "auto" else cfg.dtype
+        pair = Pair(cfg, scratch, what, dtype, plain_dtype, "cuda" if cuda else "cpu")
         if cuda and cfg.local_bsz is None and not cfg.quick:
             pair.find_batches((16, 32, 64))
         cell = pair.compare()
@@ -109,7 +111,8 @@ def split(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     """train.py on two ranks of one thread over one rank of two threads, for the same updates: the ratio of tokens/s."""
     one = Pair(cfg, scratch, SMALL if cfg.quick else MEDIUM, "fp32", "fp32", "cpu")
     two = Pair(cfg, scratch, SMALL if cfg.quick else MEDIUM, "fp32", "fp32", "cpu")
-    one.env, two.ranks, two.batch = {"OMP_NUM_THREADS": "2"}, 2, {"ours": one.batch["ours"] // 2}
+    one.env, two.env = {"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"}
+    two.ranks, two.batch = 2, {"ours": one.batch["ours"] // 2}
     rounds = [r for _, r in alternate(min(3, one.rounds), {"one": one.ours, "two": two.ours})]
     ratio = spread([r["two"] / r["one"] for r in rounds])
     say(f"two ranks of one thread over one of two, fp32: {ratio['median']:.3f}")
@@ -143,8 +146,11 @@ class Pair:
         flags |= {"steps": self.updates + every, "data": self.data, "data_dtype": "uint16", "dtype": self.dtype}
         flags |= {"device": self.device, "compile": cfg.compile, "act_ckpt": cfg.act_ckpt, "parallel": cfg.parallel}
         flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": every, "async_ckpt": "off"}
-        rows = train(self.scratch / "ours", flags, self.ranks, self.env)
-        shutil.rmtree(self.scratch / "ours")  # the final checkpoint of 1.3B takes 15 GiB
+        if self.ranks == 1:
+            rows = train_unsaved(self.scratch / "ours", flags, self.env)
+        else:
+            rows = train(self.scratch / "ours", flags, self.ranks, self.env)
+            shutil.rmtree(self.scratch / "ours")
         self.losses["ours"] = [r["loss"] for r in rows]
         self.mfu += [r["mfu"] for r in rows[2 * every - 1 :] if r.get("mfu")]
         # The rows of an interval share its pace; the first interval is warm-up.
@@ -161,7 +167,8 @@ class Pair:
         return statistics.median(result["tokens_per_s"][2:])
 
     def find_batches(self, sizes: tuple[int, ...]) -> None:
-        """Let each side run at the size that is fastest for it; what doesn't fit is none."""
+        """Let each side run at the size that is fastest for it, by two intervals; what doesn't fit is none."""
+        whole, self.updates = self.updates, 2 * self.every
         for name, side in self.sides.items():
             for size in sizes:
                 self.batch[name] = size
@@ -172,6 +179,7 @@ class Pair:
                     say(f"{name}, batch {size}: {e}")
             self.batch[name] = max(sizes, key=lambda size: self.tried[name][size] or 0)
             say(f"{name}: tokens/s by batch {self.tried[name]}")
+        self.updates = whole
 
     def compare(self) -> dict[str, Any]:
         """Alternate the sides; raises RunFailed where their losses differ, so that they don't train the same model."""
@@ -321,17 +329,17 @@ def section_memory(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
     same = what | {"grad_accum": cfg.grad_accum, "lr": 1e-3, "warmup": 1, "device": "cuda" if cuda else "cpu"}
     out: dict[str, Any] = {**what, "device": same["device"]}
     lines: list[list[object]] = [["dtype", "ours MiB", "plain MiB", "ratio"]]
-    for dtype in ("fp32", "bf16") if cfg.dtype == "auto" else (cfg.dtype,):
+    dtypes = (cfg.dtype,) if cfg.dtype != "auto" else ("bf16",) if cuda else ("fp32", "bf16")
+    for dtype in dtypes:
 
         def ours(i: int, dtype: str = dtype) -> float:
             flags = {"steps": n, "data": data, "data_dtype": "uint16", "dtype": dtype, "act_ckpt": cfg.act_ckpt}
             flags |= {"eval_every": 0, "ckpt_every": 0, "sample_tokens": 0, "log_every": n, "compile": cfg.compile}
-            row = train(scratch / "ours", same | flags | {"async_ckpt": "off"})[-1]
-            shutil.rmtree(scratch / "ours")
-            return row["peak_memory"] / 2**20
+            return train_unsaved(scratch / "ours", same | flags)[-1]["peak_memory"] / 2**20
 
         def theirs(i: int, dtype: str = dtype) -> float:
             flags = {"updates": n, "log_every": n, "data": str(data / "train.bin"), "dtype": dtype}
+            flags["compile"] = cfg.compile and cuda
             return plain(same | flags, scratch / "plain.json")["peak_bytes"] / 2**20
 
         rounds = [r for _, r in alternate(cfg.rounds or 1, {"plain": theirs, "ours": ours})]
@@ -339,6 +347,8 @@ def section_memory(cfg: BenchConfig, scratch: Path) -> dict[str, Any]:
         out[dtype] = {f"{k}_mib": spread([r[k] for r in rounds], 1) for k in ("ours", "plain")} | {"ratio": ratio}
         lines.append([dtype, *(f"{out[dtype][k]['median']:,.0f}" for k in ("ours_mib", "plain_mib")), ratio["median"]])
     table(lines)
+    if cuda:
+        return out  # what follows is counted on CPUs, and the same there
     held, dims = {}, {k: v for k, v in what.items() if k != "local_bsz"}
     for ranks in (1, 2, 4):
         file = scratch / f"{ranks}.json"

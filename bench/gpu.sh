@@ -18,16 +18,12 @@ case "${card:-}/$*" in
   /*) echo "error: nvidia-smi names no GPU here; bench.py measures a CPU without this script" >&2; exit 2 ;;
 esac
 
-# The final checkpoint of 1.3B takes 15 GiB: memory is the faster disk where there is room.
-scratch=()
-[ "$(df --output=avail -B G /dev/shm 2> /dev/null | tail -n 1 | tr -dc 0-9)" -ge 32 ] 2> /dev/null && scratch=(--scratch /dev/shm)
-
 failed=0
 part() { # part NAME SECONDS FLAGS OF bench.py
   local name=$1 limit=$2
   shift 2
   echo "==== $name, at most $limit s"
-  timeout -k 20 "$limit" "$PYTHON" bench.py --json "$OUT/$card-$name.json" --device cuda --compile "${scratch[@]}" "$@" "${extra[@]}" || {
+  timeout -k 20 "$limit" "$PYTHON" bench.py --json "$OUT/$card-$name.json" --device cuda --compile "$@" "${extra[@]}" || {
     echo "note: $name ended with $?; the other parts go on"
     failed=1
   }

@@ -12,9 +12,11 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,15 +149,18 @@ def run(argv: Sequence[str | Path], env: dict[str, str] | None = None) -> str:
     # Every core is one process's unless a section says otherwise: torchrun would leave each rank one thread.
     out = subprocess.run([str(a) for a in argv], env=os.environ | (env or {}), capture_output=True, text=True)
     if out.returncode:
-        lines = (out.stderr.strip() or out.stdout.strip() or "no word").splitlines()
-        # torchrun's own lines come last, and say less than the rank that failed.
-        raised = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
-        telling = [line for line in lines if line.startswith("error: ")] or [
-            line for line in lines if raised.match(line)
-        ]
-        last = (telling or lines)[-1].removeprefix("error: ")
-        raise RunFailed(f"bench.py: {shlex.join(str(a) for a in argv[:3])} ... ended with {out.returncode}: {last}")
+        raise failed(argv, out.returncode, out.stderr.strip() or out.stdout.strip())
     return out.stdout
+
+
+def failed(argv: Sequence[str | Path], code: int, said: str) -> RunFailed:
+    """What became of a command, by the line of its words that tells most."""
+    lines = (said or "no word").splitlines()
+    # torchrun's own lines come last, and say less than the rank that failed.
+    raised = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
+    telling = [line for line in lines if line.startswith("error: ")] or [line for line in lines if raised.match(line)]
+    last = (telling or lines)[-1].removeprefix("error: ")
+    return RunFailed(f"bench.py: {shlex.join(str(a) for a in argv[:3])} ... ended with {code}: {last}")
 
 
 def launcher(ranks: int) -> list[str]:
@@ -178,6 +183,28 @@ def train(ckpt_dir: Path, flags: dict[str, Any], ranks: int = 1, env: dict[str, 
     """Run train.py with `flags` into `ckpt_dir`; the rows of its metrics.jsonl."""
     run([*launcher(ranks), ROOT / "train.py", "--ckpt-dir", ckpt_dir, *flags_of(flags)], env)
     return [json.loads(line) for line in (ckpt_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_unsaved(ckpt_dir: Path, flags: dict[str, Any], env: dict[str, str] | None = None) -> list[dict]:
+    """As `train` on one rank, for `flags` with steps, but ended before the checkpoint that every run ends with: that of
+    1.3B takes longer than what is measured. `ckpt_dir` is gone afterwards."""
+    argv = [sys.executable, ROOT / "train.py", "--ckpt-dir", ckpt_dir, *flags_of(flags)]
+    metrics, log = ckpt_dir / "metrics.jsonl", ckpt_dir.with_suffix(".log")
+    with log.open("w+") as words:
+        process = subprocess.Popen([str(a) for a in argv], env=os.environ | (env or {}), stdout=words, stderr=words)
+        try:
+            while process.poll() is None:
+                if metrics.exists() and metrics.read_text().count("\n") >= flags["steps"]:
+                    break
+                time.sleep(0.1)
+            if process.returncode:
+                raise failed(argv, process.returncode, log.read_text().strip())
+        finally:
+            process.kill()
+            process.wait()
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    shutil.rmtree(ckpt_dir)
+    return rows
 
 
 def plain(cfg: dict[str, Any], out: Path, env: dict[str, str] | None = None) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def one_rank(cfg: BenchConfig, stream: TokenStream, recipe: dict[str, Any], rank
             break
         cold.append(timed(lambda i=i: load(i)))
     model = ModelConfig(**{k: v for k, v in recipe.items() if k in ModelConfig.__dataclass_fields__})
-    model = budget.size_model(model, 50_257, "cuda")
+    model = budget.size_model(model, 8192 if speed == CPU else 50_257, "cuda")  # as the recipes have it
     update_ms = 1e3 * count * ctx * budget.flops_per_token(model) / speed
     medians = {"warm": statistics.median(warm), "cold": statistics.median(cold) if cold else None}
     return {

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import one_error, run
 
-from fourscale import overheads
-from fourscale.cli import importing
+from fourscale import measuring, overheads
+from fourscale.cli import RunFailed, importing
 from fourscale.order import Mixture
 
 
@@ -96,3 +96,12 @@ def test_rows_of_a_run_are_beside_a_save_or_apart_from_it():
 
 def test_a_clock_in_milliseconds():
     assert 9 < overheads.timed(lambda: time.sleep(0.01)) < 1_000
+
+
+def test_a_run_that_is_measured_ends_before_its_checkpoint(tmp_path):
+    flags = measuring.SMALL | {"d_model": 32, "data": measuring.random_text(tmp_path / "data", 65, 20_000)}
+    flags |= {"data_dtype": "uint16", "steps": 3, "device": "cpu", "log_every": 1}
+    assert [row["update"] for row in measuring.train_unsaved(tmp_path / "run", flags)] == [1, 2, 3]
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RunFailed, match=r"train.py --ckpt-dir ... ended with 2: --lr -1"):
+        measuring.train_unsaved(tmp_path / "run", flags | {"lr": -1})
